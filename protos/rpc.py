@@ -1,0 +1,441 @@
+"""Servers, channels and errors on the wire: the one place where gRPC's knobs and status codes appear.
+
+Both ends of every connection are built here, so message limits and keepalive always agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import secrets
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from protos import errors, worker_pb2
+from protos.errors import TailpackError
+
+log = structlog.get_logger("rpc")
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Of one message, both ways. Services refuse oversized prompts by name well below it: gRPC itself could not."""
+
+KEEPALIVE_TIME_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+MAX_RECONNECT_BACKOFF_MS = 2_000
+ERROR_DOMAIN = "tailpack"
+
+_ALIVE = ""  # grpc.health.v1's name for the server as a whole
+
+# A ping every 10 s without data must be allowed by the other end: its minimum interval is half of that. (A server that
+# keeps gRPC's default of 300 s ends long silent prefills with GOAWAY too_many_pings.)
+_OPTIONS: list[tuple[str, int | str]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_SERVER_OPTIONS: list[tuple[str, int | str]] = [
+    *_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+    ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
+]
+_CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
+    *_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+    # Channels to one address do not share a connection: a stuck stream must not hold up another channel's.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+# --- the error tree as status codes ---
+
+# Nearest entry along the class's ancestors wins.
+_STATUS: dict[type[TailpackError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.NotBuilt: grpc.StatusCode.UNIMPLEMENTED,
+    errors.PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.KvLost: grpc.StatusCode.DATA_LOSS,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.RequestCancelled: grpc.StatusCode.CANCELLED,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+    TailpackError: grpc.StatusCode.UNKNOWN,
+}
+_FAMILY = {status: kind for kind, status in _STATUS.items()}
+# Classes whose reason names them exactly come back as themselves, e.g. WORKER_LOST as WorkerLost.
+_BY_REASON = {
+    kind.default_reason: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, TailpackError)
+}
+
+
+def status_of(error: TailpackError) -> grpc.StatusCode:
+    """The status code of an error: that of its nearest ancestor in the table."""
+    return next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
+
+
+def to_status(error: TailpackError) -> Any:
+    """The rich status (a ``grpc.Status``): code, message, ErrorInfo and, where waiting helps, RetryInfo."""
+    code = status_of(error)
+    details = [_packed(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=_info(error)))]
+    if error.retry_after_ms is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return rpc_status.to_status(status_pb2.Status(code=code.value[0], message=error.message, details=details))
+
+
+def error_from(failure: grpc.RpcError) -> TailpackError:
+    """The error of a failed call. Never raises; errors of peers that are not ours get their family by status code."""
+    code, message = _code_and_text(failure)
+    kind = _FAMILY.get(code, TailpackError)
+    metadata: dict[str, str] = {}
+    reason: str | None = None
+    retry_after_ms: int | None = None
+    for detail in _rich_details(failure):
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(retry):
+            retry_after_ms = retry.retry_delay.ToMilliseconds()
+    if reason is None and code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
+        # gRPC's own limit was hit before any of our code saw the message.
+        return errors.TooLarge(message, allowed=f"{MAX_MESSAGE_BYTES} bytes", hint="send less at a time")
+    return _rebuilt(kind, message, reason, metadata, retry_after_ms)
+
+
+def to_detail(error: TailpackError) -> worker_pb2.ErrorDetail:
+    """The form in which an error travels inside a stream."""
+    return worker_pb2.ErrorDetail(
+        reason=error.reason,
+        message=error.message,
+        metadata={**_info(error), "status": status_of(error).name},
+        retry_after_ms=error.retry_after_ms or 0,
+    )
+
+
+def from_detail(detail: worker_pb2.ErrorDetail) -> TailpackError:
+    """The reverse of to_detail."""
+    metadata = dict(detail.metadata)
+    code = getattr(grpc.StatusCode, metadata.pop("status", ""), grpc.StatusCode.UNKNOWN)
+    kind = _FAMILY.get(code, TailpackError)
+    return _rebuilt(kind, detail.message, detail.reason or None, metadata, detail.retry_after_ms or None)
+
+
+def _rebuilt(
+    family: type[TailpackError],
+    message: str,
+    reason: str | None,
+    metadata: dict[str, str],
+    retry_after_ms: int | None,
+) -> TailpackError:
+    kind = _BY_REASON.get(reason or "", family)
+    if not issubclass(kind, family):
+        kind = family
+    return kind(
+        message,
+        reason=reason,
+        given=metadata.get("given"),
+        allowed=metadata.get("allowed"),
+        hint=metadata.get("hint"),
+        retry_after_ms=retry_after_ms,
+    )
+
+
+def _info(error: TailpackError) -> dict[str, str]:
+    return {key: value for key, value in error.metadata().items() if key != "reason"}
+
+
+def _packed(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _code_and_text(failure: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
+    code = getattr(failure, "code", lambda: None)()
+    text = getattr(failure, "details", lambda: None)() or str(failure)
+    return (code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN), text
+
+
+def _rich_details(failure: grpc.RpcError) -> Sequence[any_pb2.Any]:
+    for key, value in getattr(failure, "trailing_metadata", lambda: None)() or ():
+        if key == "grpc-status-details-bin":
+            try:
+                return list(status_pb2.Status.FromString(value).details)
+            except Exception as malformed:  # noqa: BLE001 - a foreign peer may send anything
+                log.warning("unreadable error details", error=str(malformed))
+    return ()
+
+
+# --- metadata ---
+
+_TOKEN = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")
+
+
+@dataclass(frozen=True)
+class CallMetadata:
+    """What a caller says about a call besides its message."""
+
+    request_id: str
+    tenant: str = ""
+    traceparent: str = ""
+
+
+def call_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> CallMetadata:
+    """Reads x-request-id (made up when absent), x-tenant and traceparent (ignored when malformed, as W3C asks).
+
+    Raises:
+        InvalidRequest: an id or tenant is not 1 to 128 of ``A-Z a-z 0-9 . _ : -``.
+    """
+    pairs = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    for key in ("x-request-id", "x-tenant"):
+        if pairs.get(key) and not _TOKEN.match(pairs[key]):
+            raise errors.InvalidRequest(
+                f"metadata {key} is malformed", given=repr(pairs[key][:64]), allowed="1 to 128 of A-Z a-z 0-9 . _ : -"
+            )
+    traceparent = pairs.get("traceparent", "")
+    return CallMetadata(
+        request_id=pairs.get("x-request-id") or new_request_id(),
+        tenant=pairs.get("x-tenant", ""),
+        traceparent=traceparent if _TRACEPARENT.match(traceparent) else "",
+    )
+
+
+def metadata(
+    request_id: str | None = None, tenant: str | None = None, traceparent: str | None = None
+) -> tuple[tuple[str, str], ...]:
+    """The reverse: what a client sends."""
+    pairs = (("x-request-id", request_id), ("x-tenant", tenant), ("traceparent", traceparent))
+    return tuple((key, value) for key, value in pairs if value)
+
+
+def new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+# --- channels ---
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """An asyncio channel to ``host:port`` or ``unix:/path``. It connects lazily; the caller closes it."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def sync_channel(address: str) -> grpc.Channel:
+    """The same for threads without an event loop."""
+    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+# --- servers ---
+
+
+class RpcServer:
+    """A grpc.aio server with health, reflection, error translation and a graceful stop.
+
+    Health (grpc.health.v1): the empty service name tells *alive* (SERVING from start to stop); each added service's own
+    name tells *ready* (NOT_SERVING until ``set_ready(True)``).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._server = grpc.aio.server(interceptors=[_ErrorInterceptor(name)], options=_SERVER_OPTIONS)
+        self._health = health_aio.HealthServicer()
+        self._services: list[str] = []
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
+    def add(self, add_to_server: Callable[[Any, Any], None], servicer: Any, service_full_name: str) -> None:
+        """Registers a generated ``add_XServicer_to_server`` with its servicer. Before start."""
+        add_to_server(servicer, self._server)
+        self._services.append(service_full_name)
+
+    async def start(self, address: str) -> str:
+        """Binds and serves; alive, not yet ready.
+
+        Args:
+            address: ``host:port`` (port 0: a free one) or ``unix:/path``.
+
+        Returns:
+            The bound address.
+
+        Raises:
+            ConfigError: reason PORT_IN_USE or BAD_ADDRESS.
+        """
+        _check_free(address)
+        reflection.enable_server_reflection(
+            (*self._services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
+            self._server,
+        )
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as failure:
+            raise errors.ConfigError(
+                f"{self.name} cannot listen on {address}", reason="PORT_IN_USE", given=address, hint=str(failure)
+            ) from failure
+        await self._server.start()
+        for service in self._services:
+            await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set(_ALIVE, health_pb2.HealthCheckResponse.SERVING)
+        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+    async def set_ready(self, ready: bool) -> None:
+        """Tells health checks and balancers whether to send calls here."""
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in self._services:
+            await self._health.set(service, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Not ready at once; refuses new calls; running ones have ``grace_s`` seconds, then they are cancelled."""
+        await self.set_ready(False)
+        await self._server.stop(grace_s)
+
+    async def wait(self) -> None:
+        """Until stop() is through."""
+        await self._server.wait_for_termination()
+
+
+def _check_free(address: str) -> None:
+    """Raises ConfigError when the address is malformed or taken. gRPC itself reports both only as a RuntimeError."""
+    if address.startswith("unix:"):
+        path = Path(address.removeprefix("unix:"))
+        if len(str(path).encode()) > 107:
+            raise errors.ConfigError("socket path is too long", reason="BAD_ADDRESS", given=path, allowed="107 bytes")
+        if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+            raise errors.ConfigError("socket path is not a socket", reason="BAD_ADDRESS", given=path)
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise errors.ConfigError("address is malformed", reason="BAD_ADDRESS", given=address, allowed="host:port")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as failure:
+        raise errors.ConfigError("host is unknown", reason="BAD_ADDRESS", given=address, hint=str(failure)) from failure
+    family, kind, protocol, _, bind_to = infos[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(bind_to)
+        except OSError as failure:
+            raise errors.ConfigError(
+                f"cannot listen on {address}: {failure.strerror}",
+                reason="PORT_IN_USE",
+                given=address,
+                hint="end the process that listens there, or choose another port (port 0 takes a free one)",
+            ) from failure
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what handlers raise into statuses. Handlers themselves never touch codes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        method = str(details.method)
+        if handler.response_streaming:
+            wrapped: Any = self._streaming(
+                handler.stream_stream if handler.request_streaming else handler.unary_stream, method
+            )
+        else:
+            wrapped = self._unary(handler.stream_unary if handler.request_streaming else handler.unary_unary, method)
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        return make(
+            wrapped,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _unary(self, handler: Any, method: str) -> Any:
+        if not asyncio.iscoroutinefunction(handler):
+            return handler  # health and reflection of the sync kind: nothing of ours to translate
+
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                return await handler(request, context)
+            except Exception as failure:  # noqa: BLE001 - the boundary
+                return await self._abort(failure, method, context)
+
+        return call
+
+    def _streaming(self, handler: Any, method: str) -> Any:
+        if not inspect.isasyncgenfunction(handler):
+            return handler
+
+        # Written as a coroutine with context.write instead of a generator: when the call is cancelled while a message is
+        # being sent, grpc.aio drops a suspended generator, and the handler's `finally` (which frees the sequence) would
+        # wait for the garbage collector.
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            responses = handler(request, context)
+            try:
+                async for response in responses:
+                    await context.write(response)
+            except Exception as failure:  # noqa: BLE001 - the boundary
+                await self._abort(failure, method, context)
+            finally:
+                await responses.aclose()
+
+        return call
+
+    async def _abort(self, failure: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if isinstance(failure, grpc.aio.AbortError):
+            raise failure
+        if not isinstance(failure, TailpackError):
+            log.error("bug in a handler", server=self._name, method=method, exc_info=failure)
+            failure = errors.InternalError(
+                f"{self._name} failed inside {method}", hint=f"{type(failure).__name__}; see its log"
+            )
+        status = to_status(failure)
+        await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+# --- processes ---
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run`` on uvloop. One event loop a process: grpc.aio does not support several."""
+    try:
+        import uvloop
+    except ImportError:  # not built for this platform: asyncio's own loop does the same, slower
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
