@@ -1,0 +1,101 @@
+"""The console script ``tailpack``: composes the packages' command lines by name.
+
+A command's module is imported when the command runs, never for ``tailpack --help``; so this module needs neither torch
+nor Ray, and a missing optional library breaks only the command that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import click
+
+from protos.cli_options import help_all_option, showing_all
+from protos.errors import TailpackError
+
+
+class LazyCommand(NamedTuple):
+    """Where a command lives (``module:attribute``), its line in the help, and whether the short help lists it."""
+
+    target: str
+    summary: str
+    everyday: bool = False
+
+
+COMMANDS = {
+    "up": LazyCommand("worker.cli:up", "Run a whole cluster on this machine.", everyday=True),
+    "generate": LazyCommand("router.cli:generate", "Send a prompt and stream the answer.", everyday=True),
+    "demo": LazyCommand("worker.cli:demo", "Bring up two workers, answer some prompts, stop again.", everyday=True),
+    "router": LazyCommand("router.cli:router_group", "Run a router by itself."),
+    "worker": LazyCommand("worker.cli:worker_group", "Run a worker by itself."),
+    "kvstore": LazyCommand("kvstore.cli:kvstore_group", "Run a kvstore by itself."),
+    "kernels": LazyCommand("kernels.cli:kernels_group", "Build and verify GPU kernels."),
+    "codec": LazyCommand("kernels.cli:codec_group", "Measure the KV codec."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        lazy = COMMANDS.get(cmd_name)
+        if lazy is None:
+            return None
+        module_name, _, attribute = lazy.target.partition(":")
+        command = getattr(importlib.import_module(module_name), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{lazy.target} is no click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # The summaries stand above, so that writing the help imports nothing.
+        rows = [(name, lazy.summary) for name, lazy in COMMANDS.items() if lazy.everyday or showing_all(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        try:
+            click.echo(f"tailpack {version('tailpack')}")
+        except PackageNotFoundError:
+            click.echo("tailpack, from a source tree that is not installed")
+        ctx.exit()
+
+
+cli = LazyGroup(
+    name="tailpack",
+    help="Serve long-context language models from a cluster, with the KV cache as a service of its own.",
+    epilog="Start with `tailpack up`, then `tailpack generate 'What is the capital of France?'`.",
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_print_version,
+            help="Show the version and exit.",
+        ),
+        help_all_option(),
+    ],
+    no_args_is_help=True,
+)
+
+
+def main(args: list[str] | None = None) -> Any:
+    """Entry point. An error of our tree becomes one line on stderr and exit status 1; a bug keeps its traceback."""
+    try:
+        return cli.main(args=args, prog_name="tailpack")
+    except TailpackError as error:
+        click.echo(f"tailpack: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Options that only specialists need: left out of ``--help``, shown by ``--help-all``.
+
+@click.command(cls=HelpAllCommand)
+@click.option("--listen", ...)            # shown always
+@advanced_option("--keepalive-ms", ...)   # shown by --help-all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_HELP_ALL = "tailpack.help_all"  # key in click's context.meta
+
+
+class AdvancedOption(click.Option):
+    """An option without a line in the short help. It works like any other."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        return super().get_help_record(ctx) if ctx.meta.get(_HELP_ALL) else None
+
+
+def advanced_option(*param_decls: str, **attrs: Any) -> Callable[[_F], _F]:
+    """``click.option`` for an option that only ``--help-all`` shows."""
+    return click.option(*param_decls, cls=AdvancedOption, **attrs)
+
+
+def showing_all(ctx: click.Context) -> bool:
+    """True while the help being written is that of ``--help-all``."""
+    return bool(ctx.meta.get(_HELP_ALL))
+
+
+def _print_help_all(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        ctx.meta[_HELP_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+def help_all_option() -> click.Option:
+    """The ``--help-all`` flag. Eager, so that it wins over missing arguments."""
+    return click.Option(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_print_help_all,
+        help="Show every option and exit.",
+    )
+
+
+class HelpAllCommand(click.Command):
+    """A command with ``--help-all`` beside ``--help``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(help_all_option())
