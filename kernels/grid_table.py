@@ -1,4 +1,4 @@
-"""Half-integer grids (width, bits): (step, magnitudes). Written by `python -m kernels.tables`; do not edit."""
+"""Half-integer grids, (width, bits): (step, magnitudes); written by `python -m kernels.tables`."""
 
 GRIDS: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {
     (8, 2): (0.00517769065, (31, 98)),

@@ -209,7 +209,7 @@ def grid_boundaries(grid: Grid) -> tuple[float, ...]:
 def grid_table_source() -> str:
     """Text of kernels/grid_table.py."""
     lines = [
-        '"""Half-integer grids (width, bits): (step, magnitudes). Written by `python -m kernels.tables`; do not edit."""',
+        '"""Half-integer grids, (width, bits): (step, magnitudes); written by `python -m kernels.tables`."""',
         "",
         "GRIDS: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {",
     ]
@@ -231,7 +231,7 @@ def cuda_source() -> str:
     out = [
         "// Written by `python -m kernels.tables` from kernels/widths.py and kernels/tables.py; do not edit.",
         "// Signs<D>::word(w): bit j is 1 where the diagonal D of the rotation is negative at element 32 w + j.",
-        "// Grid<D, BITS>: code = sign << (BITS - 1) | i, sign 1 is negative; magnitude i decodes to step() * (T(i) - 1/2).",
+        "// Grid<D, BITS>: code = sign << (BITS - 1) | i; sign 1 is negative; magnitude i is step() * (T(i) - 1/2).",
         "// boundary(i), i < kLevels - 1: between magnitudes i and i + 1, in units of the rotated unit coordinate y.",
         "// A tie goes to the upper cell: y >= 0 counts b <= y, y < 0 counts b < -y, and 0.0 and -0.0 have sign 0.",
         "#pragma once",
