@@ -1,11 +1,12 @@
 """What a model's KV cache looks like, as data: layer groups, regions, modes, and the bytes that follow from them.
 
-A page holds 128 consecutive tokens of one layer group, all its layers, in one contiguous blob. Its layout is a pure function
-of (geometry, LAYOUT_VERSION); both ends of an attach compare the digest. No torch, no numpy.
+A page holds 128 consecutive tokens of one layer group, all its layers, in one contiguous blob. Its layout is a pure
+function of (geometry, LAYOUT_VERSION); both ends of an attach compare the digest. No torch, no numpy.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -18,6 +19,8 @@ DEFAULT_MARGIN = 16
 PLANE_ALIGNMENT = 128  # bytes; every region's plane starts at a multiple of it
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 COMPILED_MODES = ("dense",)
+MAX_NAME_BYTES = 64
+_NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_BYTES}}}\Z")  # no spaces or newlines: describe() stays unambiguous
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Region:
 
     def __post_init__(self) -> None:
         where = f"region {self.kind!r} of layer {self.layer}"
+        _check_name(self.kind, "region kind")
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(f"{where} has an unknown dtype", given=self.dtype, allowed=", ".join(ITEM_BYTES))
         if min(self.heads, self.dim, self.ratio) < 1 or self.layer < 0:
@@ -65,6 +69,9 @@ class LayerGroup:
     window: int = 0
 
     def __post_init__(self) -> None:
+        _check_name(self.name, "layer group name")
+        if self.window < 0:
+            raise ConfigError(f"window of layer group {self.name!r} is negative", given=self.window, allowed="0 or more")
         if not self.regions:
             raise ConfigError(f"layer group {self.name!r} has no regions")
         if self.mode not in COMPILED_MODES:
@@ -100,6 +107,8 @@ class CacheGeometry:
     layout_version: int = field(default=LAYOUT_VERSION)
 
     def __post_init__(self) -> None:
+        if self.margin < 0:
+            raise ConfigError("margin is negative", given=self.margin, allowed="0 or more")
         names = [group.name for group in self.groups]
         if not names or len(set(names)) != len(names):
             raise ConfigError("a geometry needs layer groups of different names", given=names)
@@ -176,6 +185,13 @@ class CacheGeometry:
             ),
             margin=message.margin,
             layout_version=message.layout_version,
+        )
+
+
+def _check_name(name: str, what: str) -> None:
+    if not _NAME.match(name):
+        raise ConfigError(
+            f"{what} is malformed", given=repr(name[:80]), allowed=f"1 to {MAX_NAME_BYTES} of A-Z a-z 0-9 _ . -"
         )
 
 

@@ -1,8 +1,8 @@
 """The hash chain of KV pages (DESIGN.md 3.4), computed alike by router, worker and store.
 
 A page's hash is blake2b-128 over its parent's hash, its 128 token ids, the tenant salt, the weights digest and the
-geometry digest. Each part is length-prefixed or of fixed length, so no two inputs share an encoding, and nothing depends on the
-process (no ``hash()``, no locale, no native byte order).
+geometry digest. Each part is length-prefixed or of fixed length, so no two inputs share an encoding, and nothing
+depends on the process (no ``hash()``, no locale, no native byte order).
 """
 
 from __future__ import annotations

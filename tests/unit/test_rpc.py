@@ -1,0 +1,252 @@
+"""protos/rpc.py on real sockets: errors there and back, health, reflection, keepalive, cancelled handlers.
+
+The services are the worker's own; its handlers are scripted here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from protos import errors, rpc, worker_pb2, worker_pb2_grpc
+from protos.errors import TailpackError
+
+NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+
+
+class Scripted(worker_pb2_grpc.WorkerServicer):
+    """Handlers that do as a test says."""
+
+    def __init__(self) -> None:
+        self.raises: Exception | None = None
+        self.closed = asyncio.Event()
+        self.silent_s = 0.0
+        self.message = worker_pb2.WorkerMessage()
+        self.endless = False
+        self.seen: rpc.CallMetadata | None = None
+
+    async def Info(self, request: Any, context: Any) -> worker_pb2.InfoResponse:
+        self.seen = rpc.call_metadata(context)
+        if self.raises is not None:
+            raise self.raises
+        return worker_pb2.InfoResponse()
+
+    async def Session(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        try:
+            if self.raises is not None:
+                raise self.raises
+            await asyncio.sleep(self.silent_s)
+            yield self.message
+            while self.endless:
+                yield self.message
+        finally:
+            self.closed.set()
+
+    async def Abort(self, request: Any, context: Any) -> worker_pb2.AbortResponse:
+        return worker_pb2.AbortResponse()
+
+
+class Started:
+    def __init__(self, servicer: Scripted, server: rpc.RpcServer, address: str) -> None:
+        self.servicer, self.server, self.address = servicer, server, address
+        self.channel = rpc.channel(address)
+        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
+
+
+@pytest.fixture
+async def started() -> AsyncIterator[Started]:
+    servicer, server = Scripted(), rpc.RpcServer("test")
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, NAME)
+    one = Started(servicer, server, await server.start("127.0.0.1:0"))
+    yield one
+    await one.channel.close()
+    await server.stop(0)
+
+
+ALL_ERRORS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, TailpackError)]
+
+
+@pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
+async def test_every_error_arrives_as_itself(started: Started, kind: type[TailpackError]) -> None:
+    sent = kind("müßte", given="7", allowed="1 to 5", hint="try 5", retry_after_ms=250)
+    started.servicer.raises = sent
+    with pytest.raises(grpc.RpcError) as unary:
+        await started.stub.Info(worker_pb2.InfoRequest())
+    with pytest.raises(grpc.RpcError) as streamed:
+        async for _ in started.stub.Session(iter(())):
+            pass
+    for failure in (unary.value, streamed.value):
+        got = rpc.error_from(failure)
+        assert type(got) is kind
+        assert (got.message, got.reason, got.given, got.allowed, got.hint, got.retry_after_ms) == (
+            "müßte", kind.default_reason, "7", "1 to 5", "try 5", 250,
+        )  # fmt: skip
+    inside = rpc.from_detail(rpc.to_detail(sent))
+    assert (type(inside), str(inside), inside.retry_after_ms) == (kind, str(sent), 250)
+
+
+async def test_a_special_reason_keeps_its_family(started: Started) -> None:
+    started.servicer.raises = errors.ConfigError("taken", reason="PORT_IN_USE")
+    with pytest.raises(grpc.RpcError) as failure:
+        await started.stub.Info(worker_pb2.InfoRequest())
+    got = rpc.error_from(failure.value)
+    assert isinstance(got, errors.PreconditionFailed)
+    assert got.reason == "PORT_IN_USE"
+
+
+async def test_a_bug_is_internal_and_says_nothing_of_its_text(started: Started) -> None:
+    started.servicer.raises = ValueError("secret prompt text")
+    with pytest.raises(grpc.RpcError) as failure:
+        await started.stub.Info(worker_pb2.InfoRequest())
+    got = rpc.error_from(failure.value)
+    assert type(got) is errors.InternalError
+    assert "secret" not in str(got)
+
+
+def test_reasons_are_unique() -> None:
+    reasons = [kind.default_reason for kind in ALL_ERRORS]
+    assert len(set(reasons)) == len(reasons)
+
+
+async def test_oversized_message_is_named(started: Started) -> None:
+    started.servicer.message = worker_pb2.WorkerMessage(goodbye=worker_pb2.Goodbye(why="x" * rpc.MAX_MESSAGE_BYTES))
+    with pytest.raises(grpc.RpcError) as failure:
+        async for _ in started.stub.Session(iter(())):
+            pass
+    assert rpc.error_from(failure.value).reason == "TOO_LARGE"
+
+
+async def test_over_grpcs_default_limit_passes(started: Started) -> None:
+    started.servicer.message = worker_pb2.WorkerMessage(goodbye=worker_pb2.Goodbye(why="x" * (8 << 20)))
+    received = [message async for message in started.stub.Session(iter(()))]
+    assert len(received[0].goodbye.why) == 8 << 20
+
+
+async def test_a_dead_peer_is_unavailable() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    async with rpc.channel(address) as channel:
+        with pytest.raises(grpc.RpcError) as failure:
+            await worker_pb2_grpc.WorkerStub(channel).Info(worker_pb2.InfoRequest())
+    assert type(rpc.error_from(failure.value)) is errors.Unavailable
+
+
+async def test_alive_is_not_ready(started: Started) -> None:
+    health = health_pb2_grpc.HealthStub(started.channel)
+
+    async def status(service: str) -> str:
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    assert (await status(""), await status(NAME)) == ("SERVING", "NOT_SERVING")
+    await started.server.set_ready(True)
+    assert (await status(""), await status(NAME)) == ("SERVING", "SERVING")
+    await started.server.set_ready(False)
+    assert (await status(""), await status(NAME)) == ("SERVING", "NOT_SERVING")
+
+
+async def test_reflection_lists_the_services(started: Started) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(started.channel)
+    asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    async for answer in stub.ServerReflectionInfo(asked):
+        names = {service.name for service in answer.list_services_response.service}
+        assert {NAME, "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize(
+    "endless", [False, True], ids=["while waiting", "while sending to a client that does not read"]
+)
+async def test_a_cancelled_call_runs_the_handlers_finally(started: Started, endless: bool) -> None:
+    started.servicer.endless = endless
+    started.servicer.silent_s = 0.0 if endless else 60.0
+    started.servicer.message = worker_pb2.WorkerMessage(goodbye=worker_pb2.Goodbye(why="x" * 1_000_000))
+    call = started.stub.Session(iter(()))
+    if endless:
+        await call.read()
+        await asyncio.sleep(0.3)  # the flow-control window fills; the handler now sits in a write
+    else:
+        await asyncio.sleep(0.1)
+    assert not started.servicer.closed.is_set()
+    call.cancel()
+    await asyncio.wait_for(started.servicer.closed.wait(), 2)
+
+
+async def test_a_long_silence_survives_keepalive_pings() -> None:
+    servicer, server = Scripted(), rpc.RpcServer("test", keepalive_time_ms=100)
+    servicer.silent_s = 2.0  # 20 pings; gRPC's defaults allow two
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, NAME)
+    address = await server.start("127.0.0.1:0")
+    async with rpc.channel(address, keepalive_time_ms=100) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        assert len([message async for message in stub.Session(iter(()))]) == 1
+    await server.stop(0)
+
+
+async def test_metadata_there_and_back(started: Started) -> None:
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+    await started.stub.Info(worker_pb2.InfoRequest(), metadata=rpc.metadata("r:1", "acme", trace))
+    assert started.servicer.seen == rpc.CallMetadata("r:1", "acme", trace)
+    await started.stub.Info(worker_pb2.InfoRequest(), metadata=rpc.metadata(traceparent="not one"))
+    assert started.servicer.seen is not None
+    assert started.servicer.seen.request_id.startswith("req-")
+    assert started.servicer.seen.traceparent == ""
+
+
+@pytest.mark.parametrize("bad", ["a b", "x" * 129, "a/b"])
+async def test_malformed_request_id_is_refused(started: Started, bad: str) -> None:
+    with pytest.raises(grpc.RpcError) as failure:
+        await started.stub.Info(worker_pb2.InfoRequest(), metadata=rpc.metadata(request_id=bad))
+    assert isinstance(rpc.error_from(failure.value), errors.InvalidRequest)
+
+
+async def test_a_taken_port_is_named(started: Started) -> None:
+    with pytest.raises(errors.ConfigError) as failure:
+        await rpc.RpcServer("second").start(started.address)
+    assert failure.value.reason == "PORT_IN_USE"
+
+
+@pytest.mark.parametrize("bad", ["nonsense", ":80", "127.0.0.1:99999", "127.0.0.1:", f"unix:/tmp/{'x' * 120}"])
+async def test_a_malformed_address_is_named(bad: str) -> None:
+    with pytest.raises(errors.ConfigError) as failure:
+        await rpc.RpcServer("second").start(bad)
+    assert failure.value.reason == "BAD_ADDRESS"
+
+
+async def test_unix_socket(tmp_path: Path) -> None:
+    servicer, server = Scripted(), rpc.RpcServer("test")
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, NAME)
+    address = await server.start(f"unix:{tmp_path}/s.sock")
+    with rpc.sync_channel(address) as channel:
+        call: Callable[[Any], Any] = worker_pb2_grpc.WorkerStub(channel).Info
+        await asyncio.to_thread(call, worker_pb2.InfoRequest())
+    await server.stop(0)
+
+
+async def test_stop_lets_running_calls_finish_and_refuses_new_ones(started: Started) -> None:
+    started.servicer.silent_s = 0.5
+    call = started.stub.Session(iter(()))
+    await asyncio.sleep(0.1)
+    stopping = asyncio.create_task(started.server.stop(5))
+    await asyncio.sleep(0.1)
+    async with rpc.channel(started.address) as late:
+        with pytest.raises(grpc.RpcError) as failure:
+            await worker_pb2_grpc.WorkerStub(late).Info(worker_pb2.InfoRequest())
+    assert isinstance(rpc.error_from(failure.value), errors.Unavailable)
+    assert len([message async for message in call]) == 1
+    await stopping
+
+
+def test_retry_info_is_a_duration() -> None:
+    status = rpc.to_status(errors.CapacityError("full", retry_after_ms=1500))
+    assert duration_pb2.Duration(seconds=1, nanos=500_000_000).SerializeToString() in status.trailing_metadata[0][1]
