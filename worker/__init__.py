@@ -1,0 +1,1 @@
+"""One model on one device: weights and compute; token ids in, token ids out."""
