@@ -32,7 +32,7 @@ class Region(NamedTuple):
 
 
 class RegionPlanes(NamedTuple):
-    """Bytes [offset, offset + heads * head_bytes) of a page; head h starts at offset + h * head_bytes with its codes."""
+    """Bytes [offset, offset + heads * head_bytes) of a page; head h starts at offset + h * head_bytes, codes first."""
 
     region: Region
     offset: int
@@ -51,11 +51,11 @@ class PageLayout(NamedTuple):
 class Order(NamedTuple):
     """How a version arranges the codes of its planes; pure, inverse to each other, u8 [heads, rows, code_bytes]."""
 
-    from_canonical: Callable[[Tensor], Tensor]
-    to_canonical: Callable[[Tensor], Tensor]
+    from_canonical: Callable[[Tensor, Region], Tensor]
+    to_canonical: Callable[[Tensor, Region], Tensor]
 
 
-def _as_is(codes: Tensor) -> Tensor:
+def _as_is(codes: Tensor, region: Region) -> Tensor:
     return codes
 
 
@@ -100,7 +100,8 @@ def page_layout(regions: Sequence[Region], version: int = LAYOUT_VERSION) -> Pag
 def region_planes(layout: PageLayout, page: Tensor, region: int) -> tuple[Tensor, Tensor]:
     """Views into `page` u8 [page_bytes]: codes [heads, rows, code_bytes], scales [heads, rows, scale_bytes].
 
-    The codes are in the version's order. The views live as long as the page does. Raises LayoutError where the page has another size, dtype or stride.
+    The codes are in the version's order. The views live as long as the page does. Raises LayoutError where the page has
+    another size, dtype or stride.
     """
     if page.dtype != torch.uint8 or page.shape != (layout.page_bytes,) or not page.is_contiguous():
         raise LayoutError(
@@ -131,11 +132,11 @@ def write_region(layout: PageLayout, page: Tensor, region: int, records: Tensor)
         )
     planes = layout.regions[region]
     page[planes.offset : planes.offset + planes.region.heads * planes.head_bytes] = 0
-    codes.copy_(_order(layout.version).from_canonical(records[..., : codes.shape[2]]))
+    codes.copy_(_order(layout.version).from_canonical(records[..., : codes.shape[2]], planes.region))
     scales.copy_(records[..., codes.shape[2] :])
 
 
 def read_region(layout: PageLayout, page: Tensor, region: int) -> Tensor:
     """Canonical records u8 [heads, rows, code_bytes + scale_bytes] of a region; a new tensor. Raises LayoutError."""
     codes, scales = region_planes(layout, page, region)
-    return torch.cat([_order(layout.version).to_canonical(codes), scales], dim=-1)
+    return torch.cat([_order(layout.version).to_canonical(codes, layout.regions[region].region), scales], dim=-1)

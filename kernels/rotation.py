@@ -66,7 +66,7 @@ def hadamard_columns(columns: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, widths: tuple[int, ...] | None = None) -> Tensor:
-    """D H D along the last dim of x, part by part; its own inverse. x f32 or f64 [..., w]; a new tensor comes back.
+    """D H D along the last dim of x f32 or f64 [..., w], part by part; its own inverse. Returns a new contiguous tensor.
 
     `widths` are the parts of the rows, by default those of w itself; a row that was padded (width 100, 104 coordinates)
     passes `parts(100)`. Raises ArgumentError (dtype), WidthError (the parts do not add up to w).
@@ -92,4 +92,4 @@ def rotate(x: Tensor, widths: tuple[int, ...] | None = None) -> Tensor:
         turned = hadamard_columns((columns[start : start + part] * sign).contiguous())
         torch.mul(turned, sign * part**-0.5, out=out[start : start + part])
         start += part
-    return out.t().reshape(x.shape)
+    return out.t().contiguous().view(x.shape)

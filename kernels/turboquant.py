@@ -11,6 +11,7 @@ The stored scale is the row's norm over the norm of its chosen centroids. A part
 scale 0 and codes 0 and comes back as exact zeros. Every row is independent of its neighbours, bit for bit.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -97,6 +98,11 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + 127) << 23).view(torch.float32)
 
 
+def _sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded f32 square root. torch's own may miss by one step on a CPU; rounding one in f64 never does."""
+    return x.double().sqrt().float()
+
+
 def _encode(z: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """One part in columns: f32 [w, n], spent. Returns bytes u8 [n, bytes], scales f32 [n], norms f32 [n]."""
     width, _ = z.shape
@@ -108,11 +114,11 @@ def _encode(z: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     while squares.shape[0] > 1:
         half = squares.shape[0] // 2
         squares = squares[:half] + squares[half:]
-    short = squares[0].sqrt()
+    short = _sqrt(squares[0])
     norm = short * _power_of_two(exponent)
     zero = norm < ZERO_NORM
     y = hadamard_columns(z.mul_(sign))
-    y.mul_(torch.where(zero, 0.0, 1 / (short * torch.tensor(float(width)).sqrt()))).mul_(sign)
+    y.mul_(torch.where(zero, 0.0, 1 / (short * math.sqrt(width)))).mul_(sign)
 
     cells = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
     above = torch.empty(y.shape, dtype=torch.bool, device=y.device)
@@ -120,7 +126,7 @@ def _encode(z: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
         cells.add_(torch.ge(y, boundary, out=above).view(torch.uint8))
     index = cells.to(torch.int32).view(-1)
     codes = table.code_of_cell.index_select(0, index).view(y.shape)
-    chosen = table.squares.index_select(0, index).view(y.shape).sum(0).to(torch.float32).sqrt() * table.half_step
+    chosen = _sqrt(table.squares.index_select(0, index).view(y.shape).sum(0).to(torch.float32)) * table.half_step
     scale = torch.where(zero, 0.0, short / chosen * _power_of_two(exponent))
     return bitpack.pack_codes(codes, bits), scale, norm
 
@@ -133,7 +139,7 @@ def _decode(packed: Tensor, scale: Tensor, width: int, bits: int) -> Tensor:
     values = table.values.index_select(0, codes.to(torch.int32).view(-1)).view(codes.shape)
     x = hadamard_columns(values.mul_(sign))
     # The scale comes last: a norm of 1e37 times a sum of w levels would overflow before the division by sqrt(w).
-    x.mul_(sign / torch.tensor(float(width)).sqrt()).mul_(scale)
+    x.mul_(sign / math.sqrt(width)).mul_(scale)
     return x.masked_fill_(scale == 0, 0.0)  # +0, never -0
 
 
