@@ -66,7 +66,7 @@ def hadamard_columns(columns: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, widths: tuple[int, ...] | None = None) -> Tensor:
-    """D H D along the last dim of x f32 or f64 [..., w], part by part; its own inverse. Returns a new contiguous tensor.
+    """D H D along the last dim of x f32 or f64 [..., w], part by part; its own inverse. A new contiguous tensor.
 
     `widths` are the parts of the rows, by default those of w itself; a row that was padded (width 100, 104 coordinates)
     passes `parts(100)`. Raises ArgumentError (dtype), WidthError (the parts do not add up to w).

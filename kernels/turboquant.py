@@ -42,7 +42,7 @@ class _PartTable(NamedTuple):
     boundaries: tuple[float, ...]  # all 2^b - 1, ascending
     code_of_cell: Tensor  # u8 [2^b]
     values: Tensor  # f32 [2^b], by code
-    squares: Tensor  # i32 [2^b], by cell: (2 T - 1)^2
+    squares: Tensor  # i32 [2^b], by code: (2 T - 1)^2
     half_step: float
 
 
@@ -73,7 +73,7 @@ def _table(width: int, bits: int, device: torch.device) -> _PartTable:
         boundaries=(*(-b for b in reversed(positive)), 0.0, *positive),
         code_of_cell=codes.to(torch.uint8),
         values=torch.cat([values, -values]),
-        squares=torch.cat([odd.flip(0), odd]).square().to(torch.int32),
+        squares=torch.cat([odd, odd]).square().to(torch.int32),
         half_step=step / 2,
     )
 
@@ -103,6 +103,16 @@ def _sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
+def nearest_codes(y: Tensor, width: int, bits: int) -> Tensor:
+    """Codes u8 of rotated unit coordinates `y` f32 of any shape, for a part of `width`; ties go to the upper cell."""
+    table = _table(width, bits, y.device)
+    cells = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
+    above = torch.empty(y.shape, dtype=torch.bool, device=y.device)
+    for boundary in table.boundaries:
+        cells.add_(torch.ge(y, boundary, out=above).view(torch.uint8))
+    return table.code_of_cell.index_select(0, cells.to(torch.int32).view(-1)).view(y.shape)
+
+
 def _encode(z: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """One part in columns: f32 [w, n], spent. Returns bytes u8 [n, bytes], scales f32 [n], norms f32 [n]."""
     width, _ = z.shape
@@ -120,13 +130,9 @@ def _encode(z: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     y = hadamard_columns(z.mul_(sign))
     y.mul_(torch.where(zero, 0.0, 1 / (short * math.sqrt(width)))).mul_(sign)
 
-    cells = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
-    above = torch.empty(y.shape, dtype=torch.bool, device=y.device)
-    for boundary in table.boundaries:
-        cells.add_(torch.ge(y, boundary, out=above).view(torch.uint8))
-    index = cells.to(torch.int32).view(-1)
-    codes = table.code_of_cell.index_select(0, index).view(y.shape)
-    chosen = _sqrt(table.squares.index_select(0, index).view(y.shape).sum(0).to(torch.float32)) * table.half_step
+    codes = nearest_codes(y, width, bits)
+    squares = table.squares.index_select(0, codes.to(torch.int32).view(-1)).view(y.shape).sum(0)
+    chosen = _sqrt(squares.to(torch.float32)) * table.half_step
     scale = torch.where(zero, 0.0, short / chosen * _power_of_two(exponent))
     return bitpack.pack_codes(codes, bits), scale, norm
 
