@@ -298,7 +298,7 @@ class RpcServer:
         Raises:
             ConfigError: reason PORT_IN_USE or BAD_ADDRESS.
         """
-        _check_free(address)
+        check_free(address)
         reflection.enable_server_reflection(
             (*self._services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
             self._server,
@@ -331,8 +331,11 @@ class RpcServer:
         await self._server.wait_for_termination()
 
 
-def _check_free(address: str) -> None:
-    """Raises ConfigError when the address is malformed or taken. gRPC itself reports both only as a RuntimeError."""
+def check_free(address: str) -> None:
+    """Raises ConfigError when the address is malformed or taken. gRPC itself reports both only as a RuntimeError.
+
+    start() calls it; whoever has expensive things to do before start() may call it first.
+    """
     if address.startswith("unix:"):
         path = Path(address.removeprefix("unix:"))
         if len(str(path).encode()) > 107:
