@@ -71,7 +71,9 @@ class LayerGroup:
     def __post_init__(self) -> None:
         _check_name(self.name, "layer group name")
         if self.window < 0:
-            raise ConfigError(f"window of layer group {self.name!r} is negative", given=self.window, allowed="0 or more")
+            raise ConfigError(
+                f"window of layer group {self.name!r} is negative", given=self.window, allowed="0 or more"
+            )
         if not self.regions:
             raise ConfigError(f"layer group {self.name!r} has no regions")
         if self.mode not in COMPILED_MODES:

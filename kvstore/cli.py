@@ -1,0 +1,99 @@
+"""``tailpack kvstore``: run a store, look into one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.table import Table
+
+from kvstore import client
+from kvstore.server import SOCKET_NAME, serve
+from protos import kvstore_pb2, logs, rpc
+from protos.cli_options import HelpAllCommand, advanced_option
+
+_SOCKET_DIR = click.option(
+    "--socket-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder of the store's sockets.",
+)
+
+
+@click.group("kvstore")
+def kvstore_group() -> None:
+    """The KV store: owns the cache memory of this machine's workers."""
+
+
+@kvstore_group.command("serve", cls=HelpAllCommand)
+@_SOCKET_DIR
+@click.option(
+    "--memory-limit", type=click.IntRange(min=1), metavar="BYTES", help="Most memory for all arenas together."
+)
+@advanced_option("--log-json/--log-text", default=None, help="Form of the log; default: text at a terminal, else JSON.")
+def serve_command(socket_dir: Path, memory_limit: int | None, log_json: bool | None) -> None:
+    """Run a store until SIGTERM or Ctrl-C.
+
+    Prints one JSON line on stdout when it is ready.
+    """
+    logs.configure("kvstore", log_json)
+
+    def ready(address: str) -> None:
+        print(json.dumps({"ready": True, "socket": address}), flush=True)
+
+    rpc.run(serve(socket_dir, memory_limit=memory_limit, on_ready=ready))
+
+
+@kvstore_group.command("stats", cls=HelpAllCommand)
+@_SOCKET_DIR
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+def stats_command(socket_dir: Path, as_json: bool) -> None:
+    """Show who is attached and where the pages are."""
+    response = client.stats(socket_dir.absolute() / SOCKET_NAME)
+    if as_json:
+        click.echo(json.dumps(_as_json(response)))
+    else:
+        _print_tables(response)
+
+
+def _print_tables(response: kvstore_pb2.KvStatsResponse) -> None:
+    console = Console()
+    console.print(f"kvstore {response.store_incarnation}, up {response.uptime_ns / 1e9:.0f} s")
+    if not response.devices:
+        console.print("no worker has attached yet: no memory is taken")
+    for device in response.devices:
+        console.print(
+            f"\n{device.device}: {device.worker_id or 'nobody'} attached, epoch {device.epoch}, "
+            f"{device.sequences} of {device.max_sequences} sequences, geometry {device.geometry_digest.hex()}"
+        )
+        table = Table("group", "mode", box=None)
+        for column in ("page bytes", "pages", "free", "promised", "open", "sealed", "MiB"):
+            table.add_column(column, justify="right")
+        for g in device.groups:
+            counts = (g.page_bytes, g.pages_total, g.pages_free, g.pages_promised, g.pages_open, g.pages_sealed)
+            table.add_row(g.group, g.mode, *(f"{count:,}" for count in (*counts, g.arena_bytes >> 20)))
+        console.print(table)
+
+
+def _as_json(message: Message) -> dict[str, object]:
+    """The message's fields by their own names, 64-bit integers as numbers and digests in hex (as the logs print
+    them).
+    """
+    fields: dict[str, object] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None:
+            fields[field.name] = [_as_json(item) for item in value]  # every message field of the stats is repeated
+        else:
+            fields[field.name] = value.hex() if isinstance(value, bytes) else value
+    return fields
+
+
+if __name__ == "__main__":
+    from protos.cli import main
+
+    main(["kvstore", *sys.argv[1:]])

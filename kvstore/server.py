@@ -1,0 +1,122 @@
+"""The kvstore process: one per socket folder, from start to a clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from kvstore.fd_server import FdServer
+from kvstore.service import KvStoreService
+from protos import kvstore_pb2, kvstore_pb2_grpc
+from protos.errors import ConfigError, InternalError
+from protos.rpc import RpcServer
+
+log = structlog.get_logger("kvstore")
+
+SOCKET_NAME = "kvstore.sock"
+FD_SOCKET_NAME = "kvstore-fds.sock"
+MAX_SOCKET_PATH_BYTES = 107  # sun_path
+STOP_GRACE_S = 1.0
+
+
+async def serve(socket_dir: Path, *, memory_limit: int | None, on_ready: Callable[[str], None]) -> None:
+    """Serves until SIGTERM or SIGINT; then tells the workers, stops, and removes its sockets.
+
+    Args:
+        socket_dir: made when missing, readable by this user only.
+        memory_limit: bytes for all devices together, or None.
+        on_ready: called with the address once calls are answered.
+
+    Raises:
+        ConfigError: SOCKET_IN_USE, SOCKET_PATH_TOO_LONG, or the folder cannot be used.
+        InternalError: an invariant broke.
+    """
+    socket_dir = socket_dir.absolute()
+    with _sole_store(socket_dir):
+        fd_server = FdServer(socket_dir / FD_SOCKET_NAME)
+        service = KvStoreService(fd_server, incarnation=secrets.token_hex(8), memory_limit=memory_limit)
+        server = RpcServer("kvstore")
+        name = kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].full_name
+        server.add(kvstore_pb2_grpc.add_KvStoreServicer_to_server, service, name)
+        stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, _resolve, stop, signal.Signals(signum).name)
+        await fd_server.start()
+        try:
+            address = await server.start(f"unix:{socket_dir / SOCKET_NAME}")
+            await server.set_ready(True)
+            log.info("ready", socket=address, pid=os.getpid(), memory_limit=memory_limit)
+            on_ready(address)
+            failed = asyncio.create_task(service.failed.wait())
+            endings: set[asyncio.Future[Any]] = {stop, failed}
+            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+            why = f"the store got {stop.result()}" if stop.done() else "the store broke an invariant"
+            log.info("stopping", why=why)
+            service.revoke_all(why)
+            await server.stop(STOP_GRACE_S)
+            failed.cancel()
+        finally:
+            await fd_server.stop()
+            service.close()
+        if service.failed.is_set():
+            raise InternalError("the store broke an invariant and stopped; its log says which")
+
+
+@contextmanager
+def _sole_store(socket_dir: Path) -> Iterator[None]:
+    """Holds the folder against other stores, and clears away and removes the sockets.
+
+    The lock is on the folder itself and ends with the process, however it ends; so sockets that stand in a folder that
+    we could lock are leftovers of a dead store.
+    """
+    sockets = [socket_dir / SOCKET_NAME, socket_dir / FD_SOCKET_NAME]
+    for path in sockets:
+        if len(str(path).encode()) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                "the path of the socket is too long",
+                reason="SOCKET_PATH_TOO_LONG",
+                given=path,
+                allowed=f"{MAX_SOCKET_PATH_BYTES} bytes",
+                hint="choose a shorter --socket-dir",
+            )
+    try:
+        socket_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = os.open(socket_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as failure:
+        raise ConfigError("the socket folder cannot be used", given=socket_dir, hint=str(failure)) from failure
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                "another kvstore serves in this folder",
+                reason="SOCKET_IN_USE",
+                given=sockets[0],
+                hint="stop it first, or choose another --socket-dir",
+            ) from None
+        for path in sockets:
+            if path.is_socket():
+                log.info("removing the socket of a store that is gone", socket=str(path))
+                path.unlink()
+        try:
+            yield
+        finally:
+            for path in sockets:
+                if path.is_socket():
+                    path.unlink(missing_ok=True)
+    finally:
+        os.close(folder)
+
+
+def _resolve(stop: asyncio.Future[str], signal_name: str) -> None:
+    if not stop.done():
+        stop.set_result(signal_name)

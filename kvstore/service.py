@@ -1,0 +1,382 @@
+"""The KvStore gRPC service: who is attached to which device, and the calls of the one attachment each device has.
+
+Handlers run on one event loop and do not await between reading and changing the tables, so they need no lock.
+
+Memory of a device is kept when its attachment ends. The next one gets the same memory when it asks for the same spec
+(geometry, sizes, weights digest); otherwise the memory is given up and made anew, which is safe because a detach
+released every sequence. An attachment that ended without a goodbye (half-close of its stream) is suspect: mappings
+cannot be revoked, so its device stays busy until the process that took the descriptors is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import structlog
+
+from kvstore.device import Device, DeviceSpec, NewSequence
+from kvstore.fd_server import FdServer
+from kvstore.geometry import LAYOUT_VERSION, CacheGeometry
+from kvstore.sequences import Admitted, Refused
+from protos import kvstore_pb2, kvstore_pb2_grpc
+from protos.errors import CapacityError, InternalError, InvalidRequest, PreconditionFailed, Unavailable
+
+log = structlog.get_logger("kvstore")
+
+SUSPECT_WAIT_S = 2.0  # a killed process closes its sockets shortly before it counts as gone
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Attached:
+    """One worker's hold on one device."""
+
+    def __init__(self, worker_id: str, epoch: int, device: Device) -> None:
+        self.worker_id = worker_id
+        self.epoch = epoch
+        self.device = device
+        self.revoked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.holder: int | None = None  # pidfd of the process that took the descriptors
+        self.holder_unseen = False  # it took them, but its process is not visible from here
+
+    def taken_by(self, pid: int) -> None:
+        try:
+            self.holder = os.pidfd_open(pid)
+        except (OSError, ValueError):  # pid 0: a process of another pid namespace
+            self.holder_unseen = True
+
+
+class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
+    """Args:
+    fd_server: where workers fetch descriptors; started and stopped by the owner.
+    incarnation: a random name of this process's life.
+    memory_limit: bytes that all devices together may take; None: what the machine has.
+    """
+
+    def __init__(self, fd_server: FdServer, *, incarnation: str, memory_limit: int | None = None) -> None:
+        self.failed = asyncio.Event()
+        """Set when an invariant broke: the process must stop (its tables cannot be trusted)."""
+        self._fd_server = fd_server
+        self._incarnation = incarnation
+        self._memory_limit = memory_limit
+        self._started_ns = time.monotonic_ns()
+        # Epochs grow over restarts of the store too, so that a worker of the one before is never mistaken for one of
+        # ours.
+        self._last_epoch = time.time_ns() // 1_000_000
+        self._devices: dict[str, Device] = {}
+        self._attached: dict[str, Attached] = {}
+        self._attaching: set[str] = set()
+        self._suspects: dict[str, int] = {}  # device -> pidfd
+        self._stopping = False
+
+    # --- attachments ---
+
+    async def Attach(
+        self, requests: AsyncIterator[kvstore_pb2.AttachRequest], context: Context
+    ) -> AsyncIterator[kvstore_pb2.AttachResponse]:
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("message") != "open":
+            raise InvalidRequest("the first message of Attach is `open`", reason="BAD_ATTACH")
+        with self._refusals_logged(first.open):
+            spec = spec_of(first.open)
+            attached = await self._attach(spec, first.open.worker_id)
+        ticket = self._fd_server.issue(*attached.device.manifest(), attached.taken_by)
+        why = "connection lost"
+        goodbye = False
+        try:
+            yield kvstore_pb2.AttachResponse(
+                attached=kvstore_pb2.Attached(
+                    epoch=attached.epoch,
+                    fd_ticket=ticket,
+                    fd_socket=str(self._fd_server.path),
+                    geometry_digest=spec.geometry.digest(),
+                    store_incarnation=self._incarnation,
+                )
+            )
+            ended = asyncio.create_task(_until_end(requests))
+            endings: set[asyncio.Future[Any]] = {ended, attached.revoked}
+            try:
+                await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ended.cancel()
+            if attached.revoked.done():
+                why = attached.revoked.result()
+                yield kvstore_pb2.AttachResponse(revoked=kvstore_pb2.Revoked(why=why))
+            elif not context.cancelled() and not ended.cancelled() and ended.exception() is None:
+                goodbye, why = True, "closed by the worker"
+        finally:
+            self._fd_server.withdraw(ticket)
+            self._detach(attached, why, goodbye=goodbye)
+
+    async def _attach(self, spec: DeviceSpec, worker_id: str) -> Attached:
+        name = spec.device
+        if self._stopping:
+            raise _stopping()
+        holder = self._attached.get(name)
+        if holder or name in self._attaching:
+            raise _busy(
+                name, f"worker {holder.worker_id!r}, epoch {holder.epoch}" if holder else "a worker that attaches now"
+            )
+        self._attaching.add(name)
+        # A task of its own: when the caller goes away meanwhile, the memory still ends up with its owner.
+        ready = asyncio.create_task(self._device_for(spec))
+        try:
+            device = await asyncio.shield(ready)
+        finally:
+            if ready.done():
+                self._attaching.discard(name)
+            else:
+                ready.add_done_callback(lambda _: self._attaching.discard(name))
+        if self._stopping:
+            raise _stopping()
+        self._last_epoch += 1
+        device.control.epoch = self._last_epoch
+        attached = self._attached[name] = Attached(worker_id, self._last_epoch, device)
+        log.info(
+            "attached",
+            device=name,
+            worker=worker_id,
+            epoch=attached.epoch,
+            pages={group: table.num_pages for group, table in device.table.groups.items()},
+            bytes=spec.num_bytes,
+            geometry=spec.geometry.summary(),
+        )
+        return attached
+
+    async def _device_for(self, spec: DeviceSpec) -> Device:
+        """The device's memory, kept or new. Raises DEVICE_BUSY, ARENA_TOO_SMALL or NOT_ENOUGH_MEMORY."""
+        await self._demand_no_suspect(spec.device)
+        kept = self._devices.get(spec.device)
+        if kept and kept.spec == spec:
+            return kept
+        if kept:
+            log.info("memory given up: the next worker asks for another", device=spec.device, bytes=kept.spec.num_bytes)
+            self._devices.pop(spec.device).close()
+        taken = sum(device.spec.num_bytes for device in self._devices.values())
+        if self._memory_limit is not None and taken + spec.num_bytes > self._memory_limit:
+            raise CapacityError(
+                f"the arenas of {spec.device} do not fit the store's memory limit",
+                reason="NOT_ENOUGH_MEMORY",
+                given=f"{spec.num_bytes} bytes",
+                allowed=f"{max(0, self._memory_limit - taken)} of {self._memory_limit} bytes",
+                hint="make the arenas smaller or raise --memory-limit",
+            )
+        device = self._devices[spec.device] = await asyncio.to_thread(Device.allocate, spec)
+        return device
+
+    async def _demand_no_suspect(self, name: str) -> None:
+        pidfd = self._suspects.get(name)
+        if pidfd is None:
+            return
+        if not await asyncio.to_thread(_exited, pidfd, SUSPECT_WAIT_S):
+            raise _busy(name, "a process that lost its attachment and still maps the memory")
+        os.close(self._suspects.pop(name))
+
+    def _detach(self, attached: Attached, why: str, *, goodbye: bool) -> None:
+        name = attached.device.spec.device
+        sequences, pages = attached.device.release_all()
+        del self._attached[name]
+        if goodbye:
+            if attached.holder is not None:
+                os.close(attached.holder)
+        elif attached.holder is not None:
+            self._suspects[name] = attached.holder
+        elif attached.holder_unseen:  # nobody can tell when it is gone: leave it the memory
+            self._devices.pop(name).close()
+        log.info(
+            "detached",
+            device=name,
+            worker=attached.worker_id,
+            epoch=attached.epoch,
+            why=why,
+            sequences_released=sequences,
+            pages_freed=pages,
+        )
+
+    @contextmanager
+    def _refusals_logged(self, asked: kvstore_pb2.AttachOpen) -> Iterator[None]:
+        try:
+            yield
+        except Exception as refusal:
+            log.warning("attach refused", device=asked.device, worker=asked.worker_id, pid=asked.pid, why=str(refusal))
+            raise
+
+    def revoke_all(self, why: str) -> None:
+        """Tells every worker that its attachment is over, and takes no new ones."""
+        self._stopping = True
+        for attached in self._attached.values():
+            if not attached.revoked.done():
+                attached.revoked.set_result(why)
+
+    def close(self) -> None:
+        """Gives up all memory; after the server has stopped."""
+        for device in self._devices.values():
+            device.close()
+        for pidfd in self._suspects.values():
+            os.close(pidfd)
+        self._devices.clear()
+        self._suspects.clear()
+
+    @contextmanager
+    def _device(self, epoch: int) -> Iterator[Device]:
+        """The device of a live epoch. A broken invariant inside marks the store as failed.
+
+        Raises:
+            PreconditionFailed: STALE_EPOCH.
+        """
+        for attached in self._attached.values():
+            if attached.epoch == epoch:
+                try:
+                    yield attached.device
+                except InternalError as bug:
+                    log.critical(
+                        "invariant broken, the store stops", device=attached.device.spec.device, error=str(bug)
+                    )
+                    self.failed.set()
+                    raise
+                return
+        raise PreconditionFailed(
+            "this epoch is over",
+            reason="STALE_EPOCH",
+            given=epoch,
+            allowed=", ".join(str(a.epoch) for a in self._attached.values()) or "nobody is attached",
+            hint="attach again",
+        )
+
+    # --- the calls of an attachment ---
+
+    async def Open(self, request: kvstore_pb2.OpenRequest, context: Context) -> kvstore_pb2.OpenResponse:
+        with self._device(request.epoch) as device:
+            results = device.open(
+                NewSequence(s.request_id, s.tenant_salt, s.prompt_token_ids, s.max_tokens, s.frozen_request)
+                for s in request.sequences
+            )
+        return kvstore_pb2.OpenResponse(results=[_open_result(result) for result in results])
+
+    async def Reserve(self, request: kvstore_pb2.ReserveRequest, context: Context) -> kvstore_pb2.ReserveResponse:
+        with self._device(request.epoch) as device:
+            handed = device.reserve(_pairs(request.sequences))
+        return kvstore_pb2.ReserveResponse(
+            sequences=[
+                kvstore_pb2.ReservedPages(
+                    slot=slot,
+                    groups=[kvstore_pb2.GroupPages(group=group, page_ids=pages) for group, pages in groups.items()],
+                )
+                for slot, groups in handed.items()
+            ]
+        )
+
+    async def Seal(self, request: kvstore_pb2.SealRequest, context: Context) -> kvstore_pb2.SealResponse:
+        with self._device(request.epoch) as device:
+            return kvstore_pb2.SealResponse(pages_sealed=device.seal(_pairs(request.sequences)))
+
+    async def Truncate(self, request: kvstore_pb2.TruncateRequest, context: Context) -> kvstore_pb2.TruncateResponse:
+        with self._device(request.epoch) as device:
+            copies = device.truncate(request.slot, request.num_tokens)
+        return kvstore_pb2.TruncateResponse(
+            copies=[
+                kvstore_pb2.PageCopy(
+                    group=copy.group, from_page=copy.from_page, to_page=copy.to_page, num_tokens=copy.num_tokens
+                )
+                for copy in copies
+            ]
+        )
+
+    async def Release(self, request: kvstore_pb2.ReleaseRequest, context: Context) -> kvstore_pb2.ReleaseResponse:
+        with self._device(request.epoch) as device:
+            return kvstore_pb2.ReleaseResponse(pages_freed=device.release(list(request.slots)))
+
+    async def Stats(self, request: kvstore_pb2.KvStatsRequest, context: Context) -> kvstore_pb2.KvStatsResponse:
+        devices = []
+        for name, device in sorted(self._devices.items()):
+            stats = device.stats()
+            if name in self._attached:
+                stats.worker_id = self._attached[name].worker_id
+            devices.append(stats)
+        return kvstore_pb2.KvStatsResponse(
+            store_incarnation=self._incarnation,
+            uptime_ns=time.monotonic_ns() - self._started_ns,
+            devices=devices,
+        )
+
+
+def spec_of(asked: kvstore_pb2.AttachOpen) -> DeviceSpec:
+    """What an AttachOpen asks for, checked.
+
+    Raises:
+        PreconditionFailed: GEOMETRY_MISMATCH, both sides printed.
+        ConfigError, InvalidRequest: something is malformed or out of range.
+    """
+    if asked.geometry.layout_version != LAYOUT_VERSION:
+        raise PreconditionFailed(
+            "worker and store lay pages out differently",
+            reason="GEOMETRY_MISMATCH",
+            given=f"layout {asked.geometry.layout_version} (worker)",
+            allowed=f"layout {LAYOUT_VERSION} (store)",
+            hint="run worker and store of the same version",
+        )
+    geometry = CacheGeometry.from_proto(asked.geometry)
+    if geometry.digest() != asked.geometry_digest:
+        raise PreconditionFailed(
+            "worker and store compute different geometry digests",
+            reason="GEOMETRY_MISMATCH",
+            given=f"{asked.geometry_digest.hex() or 'none'} (worker)",
+            allowed=f"{geometry.summary()} (store)",
+            hint="run worker and store of the same version",
+        )
+    if not asked.worker_id:
+        raise InvalidRequest("an attachment names its worker", given="''")
+    return DeviceSpec(
+        device=asked.device,
+        geometry=geometry,
+        arena_bytes=asked.arena_bytes,
+        max_sequences=asked.max_sequences,
+        max_sequence_tokens=asked.max_sequence_tokens,
+        weights_digest=asked.weights_digest,
+    )
+
+
+def _open_result(result: Admitted | Refused) -> kvstore_pb2.OpenResult:
+    if isinstance(result, Admitted):
+        return kvstore_pb2.OpenResult(admitted=True, slot=result.slot)
+    return kvstore_pb2.OpenResult(
+        short_group=result.short_group,
+        pages_needed=result.pages_needed,
+        pages_free=result.pages_free,
+        pages_total=result.pages_total,
+    )
+
+
+def _pairs(sequences: Any) -> list[tuple[int, int]]:
+    return [(s.slot, s.num_tokens) for s in sequences]
+
+
+def _busy(device: str, holder: str) -> PreconditionFailed:
+    return PreconditionFailed(
+        f"device {device} is in use",
+        reason="DEVICE_BUSY",
+        given=device,
+        allowed=f"one attachment at a time; held by {holder}",
+        hint="end that worker first, or attach to another device",
+    )
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the store is stopping", reason="STOPPING")
+
+
+def _exited(pidfd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+async def _until_end(requests: AsyncIterator[kvstore_pb2.AttachRequest]) -> None:
+    async for _ in requests:  # heartbeats
+        pass
