@@ -1,0 +1,246 @@
+"""`tailpack router serve` and `tailpack generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from google.protobuf.json_format import MessageToDict
+
+from protos import logs, router_pb2, rpc, types_pb2
+from protos.cli_options import HelpAllCommand, advanced_option
+from protos.errors import InvalidRequest, TailpackError
+from router.client import DEFAULT_ADDRESS, Client, as_chat, build_request
+from router.server import RouterConfig, serve
+from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+@click.group(name="router")
+def router_group() -> None:
+    """Run a router by itself."""
+
+
+@router_group.command(name="serve", cls=HelpAllCommand)
+@click.option("--listen", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
+@click.option("--worker", "workers", multiple=True, required=True, metavar="HOST:PORT", help="A worker; repeatable.")
+@click.option(
+    "--model-dir",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Model folder with tokenizer.json; the workers' own.",
+)
+@click.option(
+    "--drain-s",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds that running streams may go on after SIGTERM.",
+)
+@advanced_option(
+    "--max-in-flight",
+    default=4096,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Requests at one time; more are refused with a retry hint.",
+)
+@advanced_option("--log-json/--log-text", default=None, help="Form of the log (default: JSON unless at a terminal).")
+@advanced_option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+def serve_command(
+    listen: str,
+    workers: tuple[str, ...],
+    model_dir: Path,
+    drain_s: float,
+    max_in_flight: int,
+    log_json: bool | None,
+    log_level: str,
+) -> None:
+    """Serve the Router API in front of running workers.
+
+    Prints one JSON line on stdout when it listens; logs go to stderr. SIGTERM or Ctrl-C drains, a second one ends it.
+    """
+    logs.configure("router", log_json, log_level)
+    config = RouterConfig(listen, workers, model_dir, drain_s, max_in_flight)
+
+    def listening(address: str) -> None:
+        click.echo(json.dumps({"ready": True, "address": address}))
+        sys.stdout.flush()
+
+    try:
+        rpc.run(serve(config, listening))
+    except TailpackError as error:
+        fail(error)
+
+
+@click.command(cls=HelpAllCommand)
+@click.argument("prompt", required=False)
+@click.option("--file", "file", metavar="FILE", help="Read the prompt from a UTF-8 file ('-': standard input).")
+@click.option("--router", "address", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT")
+@click.option("--system", help="System message of the chat.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
+@click.option("--max-tokens", default=0, metavar="N", help="Most tokens of the answer (default: the router's, 1024).")
+@click.option("--temperature", default=0.0, show_default=True, help="0 always takes the likeliest token.")
+@click.option("--seed", type=int, help="Repeat a sampled answer.")
+@click.option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@click.option("--stats", is_flag=True, help="Print time to first token, tokens/s and usage on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per chunk instead of text.")
+@advanced_option("--model", default="", help="Which model, where several are served.")
+@advanced_option("--top-k", default=0, help="Sample among the k likeliest tokens (0: all).")
+@advanced_option("--top-p", type=float, help="Sample within this share of probability.")
+@advanced_option("--min-p", default=0.0, help="Drop tokens less likely than this share of the likeliest.")
+@advanced_option("--repetition-penalty", type=float, help="Above 1: make tokens seen before less likely.")
+@advanced_option("--logprobs", type=int, metavar="N", help="Log-probabilities, and of N others (with --json).")
+@advanced_option("--ignore-eos", is_flag=True, help="Go on past the end of the answer, up to --max-tokens.")
+@advanced_option("--timeout-s", type=float, help="Deadline of the request in seconds.")
+@advanced_option("--request-id", help="Id of the request, for Cancel and logs.")
+@advanced_option("--tenant", help="On whose behalf.")
+def generate(
+    prompt: str | None,
+    file: str | None,
+    address: str,
+    system: str | None,
+    raw: bool,
+    stats: bool,
+    as_json: bool,
+    timeout_s: float | None,
+    request_id: str | None,
+    tenant: str | None,
+    **parameters: Any,
+) -> None:
+    """Stream the answer to PROMPT ('-' reads it from standard input).
+
+    Ctrl-C ends the answer and the work behind it. Exit status: 0 answered, 1 error, 2 wrong usage, 130 interrupted.
+    """
+    if (prompt is None) == (file is None):
+        raise click.UsageError("give a PROMPT or --file, not both" if prompt else "give a PROMPT, '-' or --file FILE")
+    if raw and system:
+        raise click.UsageError("--system needs the chat template: leave --raw out")
+    try:
+        text = read_prompt(prompt, file)
+        request = build_request(text if raw else as_chat(text, system), **parameters)
+        interrupted = rpc.run(_print_answer(request, address, tenant, request_id, timeout_s, as_json, stats))
+    except TailpackError as error:
+        fail(error)
+    except BrokenPipeError:  # the reader of our stdout (head, less) has seen enough
+        sys.stdout = None  # or the interpreter complains when it flushes at exit
+        sys.exit(EXIT_INTERRUPTED)
+    if interrupted:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt's text from the argument, standard input or a file.
+
+    Raises:
+        InvalidRequest: PROMPT_UNREADABLE, BAD_UTF8. TooLarge: PROMPT_TOO_LARGE.
+    """
+    source = file if file is not None else prompt if prompt == "-" else None
+    if source is None:
+        return prompt or ""
+    try:
+        if source == "-":
+            data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        else:
+            check_prompt_bytes(Path(source).stat().st_size)
+            with Path(source).open("rb") as opened:
+                data = opened.read(MAX_PROMPT_BYTES + 1)
+    except OSError as failure:
+        raise InvalidRequest(
+            "the prompt cannot be read", reason="PROMPT_UNREADABLE", given=source, hint=failure.strerror
+        ) from None
+    check_prompt_bytes(len(data))
+    try:
+        return data.decode()
+    except UnicodeDecodeError as failure:
+        raise InvalidRequest(
+            "the prompt is not UTF-8 text",
+            reason="BAD_UTF8",
+            given=f"{'standard input' if source == '-' else source}, byte {failure.start}",
+            hint="convert it, for example with iconv",
+        ) from None
+
+
+async def _print_answer(
+    request: router_pb2.GenerateRequest,
+    address: str,
+    tenant: str | None,
+    request_id: str | None,
+    timeout_s: float | None,
+    as_json: bool,
+    stats: bool,
+) -> bool:
+    """Streams to stdout; True when Ctrl-C ended it."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends the process
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    started = time.monotonic()
+    first_token: float | None = None
+    last: router_pb2.GenerateResponse | None = None
+    try:
+        async with Client(address, tenant=tenant) as client:
+            chunks = client.stream(request, request_id=request_id, timeout_s=timeout_s)
+            async for chunk in chunks:
+                if first_token is None and chunk.token_ids:
+                    first_token = time.monotonic()
+                _write(_json_line(chunk) if as_json else chunk.text)
+                last = chunk
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+    if not as_json:
+        _write("\n")
+    if stats and last is not None and last.finish_reason:
+        click.echo(_stats_line(last, started, first_token, time.monotonic()), err=True)
+    return interrupted
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _json_line(chunk: router_pb2.GenerateResponse) -> str:
+    fields = MessageToDict(chunk, preserving_proto_field_name=True)
+    return json.dumps(fields, ensure_ascii=False) + "\n"
+
+
+def _stats_line(last: router_pb2.GenerateResponse, started: float, first: float | None, ended: float) -> str:
+    usage, timings = last.usage, last.timings
+    parts = [
+        f"finish {types_pb2.FinishReason.Name(last.finish_reason).removeprefix('FINISH_REASON_').lower()}",
+        f"prompt {usage.prompt_tokens} tokens ({usage.cached_prompt_tokens} cached)",
+        f"answer {usage.output_tokens} tokens",
+    ]
+    if first is not None:
+        parts.append(f"first token after {first - started:.3f} s")
+        if usage.output_tokens > 1 and ended > first:
+            parts.append(f"{(usage.output_tokens - 1) / (ended - first):.1f} tokens/s")
+    parts.append(
+        f"worker: queue {timings.queue_ns / 1e9:.3f} s, prefill {timings.prefill_ns / 1e9:.3f} s, "
+        f"decode {timings.decode_ns / 1e9:.3f} s"
+    )
+    return "; ".join(parts)
+
+
+def fail(error: TailpackError) -> None:
+    """One readable paragraph on stderr, exit status 1."""
+    with contextlib.suppress(BrokenPipeError):
+        click.echo(f"Error: {error}", err=True)
+    sys.exit(1)

@@ -1,0 +1,229 @@
+"""A small asyncio client of the Router service. Errors arrive as TailpackError; nothing of gRPC shows.
+
+async with Client("127.0.0.1:7700") as client:
+    async for chunk in client.generate("What is the capital of France?"):
+        print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from protos import router_pb2, router_pb2_grpc, rpc, types_pb2
+from protos.errors import InvalidRequest
+from router.validate import check_request
+
+DEFAULT_ADDRESS = "127.0.0.1:7700"
+_MAX_UINT32 = (1 << 32) - 1
+_MAX_UINT64 = (1 << 64) - 1
+
+Message = tuple[str, str]
+"""(role, content)"""
+
+
+def build_request(
+    prompt: str | Sequence[Message] | Sequence[int],
+    *,
+    model: str = "",
+    max_tokens: int = 0,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float | None = None,
+    min_p: float = 0.0,
+    repetition_penalty: float | None = None,
+    seed: int | None = None,
+    logprobs: int | None = None,
+    stop_strings: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+) -> router_pb2.GenerateRequest:
+    """A checked request. Meanings and ranges: protos/types.proto.
+
+    Args:
+        prompt: text as it is, chat messages (role, content), or token ids.
+        max_tokens: most tokens of the answer; 0 leaves it to the router.
+
+    Raises:
+        InvalidRequest, TooLarge: a value that the router would refuse, or that its message cannot hold.
+    """
+    _check_integer("max_tokens", max_tokens, _MAX_UINT32)
+    _check_integer("top_k", top_k, _MAX_UINT32)
+    _check_integer("seed", seed or 0, _MAX_UINT64)
+    _check_integer("logprobs", logprobs or 0, _MAX_UINT32)
+    for token_id in stop_token_ids:
+        _check_integer("stop token id", token_id, _MAX_UINT32)
+    request = router_pb2.GenerateRequest(model=model)
+    _set_prompt(request, prompt)
+    request.sampling.CopyFrom(
+        types_pb2.Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            logprobs=logprobs,
+        )
+    )
+    request.stop.CopyFrom(
+        types_pb2.StopConditions(max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos)
+    )
+    request.stop_strings.extend(stop_strings)
+    check_request(request)
+    return request
+
+
+class Client:
+    """One channel to a router. Use as an async context manager; leaving it ends what still runs."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, tenant: str | None = None) -> None:
+        self.address = address
+        self._tenant = tenant
+        self._channel: grpc.aio.Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        self._channel = rpc.channel(self.address)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    async def stream(
+        self,
+        request: router_pb2.GenerateRequest,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        traceparent: str | None = None,
+    ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        """Sends a request; yields its chunks. Leaving the loop, or closing the iterator, ends the request.
+
+        Raises:
+            TailpackError: as the router says, or Unavailable when it cannot be reached.
+        """
+        metadata = rpc.metadata(request_id, self._tenant, traceparent)
+        call = self._stub().Generate(request, timeout=timeout_s, metadata=metadata)
+        try:
+            async for chunk in call:
+                yield chunk
+        except grpc.RpcError as failure:
+            raise rpc.error_from(failure) from failure
+        finally:
+            call.cancel()  # leaving an `async for` does not end a call
+
+    async def generate(
+        self,
+        prompt: str | Sequence[Message] | Sequence[int],
+        *,
+        chat: bool = True,
+        system: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        model: str = "",
+        max_tokens: int = 0,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float | None = None,
+        min_p: float = 0.0,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        logprobs: int | None = None,
+        stop_strings: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+    ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        """build_request and stream in one. A str prompt is one user message unless chat is False."""
+        request = build_request(
+            as_chat(prompt, system) if isinstance(prompt, str) and chat else prompt,
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            logprobs=logprobs,
+            stop_strings=stop_strings,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+        )
+        chunks = self.stream(request, request_id=request_id, timeout_s=timeout_s)
+        try:
+            async for chunk in chunks:
+                yield chunk
+        finally:
+            await chunks.aclose()  # type: ignore[attr-defined]
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ends a request of this tenant, wherever it runs. False: there is none."""
+        try:
+            answer = await self._stub().Cancel(
+                router_pb2.CancelRequest(request_id=request_id), metadata=rpc.metadata(tenant=self._tenant)
+            )
+        except grpc.RpcError as failure:
+            raise rpc.error_from(failure) from failure
+        return answer.found
+
+    async def list_workers(self) -> Sequence[router_pb2.WorkerStatus]:
+        try:
+            return (await self._stub().ListWorkers(router_pb2.ListWorkersRequest())).workers
+        except grpc.RpcError as failure:
+            raise rpc.error_from(failure) from failure
+
+    async def stats(self) -> router_pb2.StatsResponse:
+        try:
+            return await self._stub().Stats(router_pb2.StatsRequest())
+        except grpc.RpcError as failure:
+            raise rpc.error_from(failure) from failure
+
+    def _stub(self) -> router_pb2_grpc.RouterAsyncStub:
+        if self._channel is None:
+            raise RuntimeError("use the client inside `async with`")
+        return router_pb2_grpc.RouterStub(self._channel)
+
+
+def as_chat(prompt: str, system: str | None = None) -> list[Message]:
+    """One user message, after an optional system message."""
+    return [*([("system", system)] if system else []), ("user", prompt)]
+
+
+def _set_prompt(request: router_pb2.GenerateRequest, prompt: str | Sequence[Message] | Sequence[int]) -> None:
+    if isinstance(prompt, str):
+        request.text = _text("prompt", prompt)
+        return
+    for part in prompt:
+        if isinstance(part, tuple):
+            role, content = part
+            request.chat.messages.add(role=_text("role", role), content=_text("content", content))
+        else:
+            _check_integer("prompt token id", part, _MAX_UINT32)
+            request.token_ids.ids.append(part)
+
+
+def _text(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as failure:
+        raise InvalidRequest(
+            f"the {name} is not valid Unicode text", reason="BAD_UNICODE", given=f"position {failure.start}"
+        ) from None
+    return text
+
+
+def _check_integer(name: str, value: int, high: int) -> None:
+    if not 0 <= value <= high:
+        raise InvalidRequest(
+            f"{name} is out of range",
+            reason=f"BAD_{name.upper().replace(' ', '_')}",
+            given=value,
+            allowed=f"0 to {high}",
+        )

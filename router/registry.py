@@ -1,0 +1,364 @@
+"""The workers this router knows: one session each, kept open for good, with what runs there.
+
+States: connecting -> ready -> draining | lost -> (again) connecting; refused when a worker does not fit the tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from protos import router_pb2, rpc, types_pb2, worker_pb2, worker_pb2_grpc
+from protos.errors import ModelError, PreconditionFailed, TailpackError, Unavailable, WorkerLost
+from router.policy import Candidate, OwnLoad, Placement, candidate
+from router.relay import Relay
+
+log = structlog.get_logger("router")
+
+WELCOME_TIMEOUT_S = 10.0
+REFUSED_RETRY_S = 5.0
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a worker's model must agree with."""
+
+    digest: bytes
+    vocab_size: int
+
+    def check(self, model: types_pb2.ModelInfo) -> None:
+        """Raises ModelError (TOKENIZER_MISMATCH): its token ids would mean other text than ours."""
+        problem: tuple[str, object, object] | None = None
+        if model.tokenizer_digest and model.tokenizer_digest != self.digest:
+            problem = ("its tokenizer.json is another one", model.tokenizer_digest.hex(), self.digest.hex())
+        elif model.vocab_size < self.vocab_size:
+            problem = (
+                "its vocabulary is smaller than the tokenizer's",
+                model.vocab_size,
+                f"at least {self.vocab_size}",
+            )
+        elif any(token_id >= self.vocab_size for token_id in model.eos_token_ids):
+            problem = (
+                "its end-of-sequence token is not in the tokenizer",
+                list(model.eos_token_ids),
+                f"below {self.vocab_size}",
+            )
+        if problem:
+            what, given, allowed = problem
+            raise ModelError(
+                f"model {model.name} does not fit this router's tokenizer: {what}",
+                reason="TOKENIZER_MISMATCH",
+                given=given,
+                allowed=allowed,
+                hint="start router and workers on the same model folder",
+            )
+
+
+@dataclass
+class _Entry:
+    """A sequence of ours on a worker, from its submission to the worker's last word about it."""
+
+    relay: Relay | None  # None: the caller is gone
+    placement: Placement
+    counted: bool = True
+    prefilled: bool = False
+
+
+class WorkerLink:
+    """One worker: its session, its state, and this router's sequences there. run() owns the connection."""
+
+    def __init__(
+        self,
+        address: str,
+        router_id: str,
+        incarnation: str,
+        tokenizer: TokenizerFacts,
+        *,
+        admit: Callable[[WorkerLink, types_pb2.WorkerInfo], None],
+        changed: Callable[[], None],
+        welcome_timeout_s: float = WELCOME_TIMEOUT_S,
+    ) -> None:
+        """admit raises to refuse a worker that others of the registry rule out; changed is called at each new state."""
+        self.address = address
+        self.state = "connecting"
+        self.why = ""
+        self.info: types_pb2.WorkerInfo | None = None
+        self.load = types_pb2.WorkerLoad()
+        self.own = OwnLoad()
+        self.num_stray_outputs = 0  # about sequences that nobody here knows; stays 0
+        self._own_at_report = OwnLoad()
+        self._hello = worker_pb2.Hello(router_id=router_id, incarnation=incarnation)
+        self._tokenizer = tokenizer
+        self._admit = admit
+        self._changed = changed
+        self._welcome_timeout_s = welcome_timeout_s
+        self._welcomed = False
+        self._entries: dict[str, _Entry] = {}
+        self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
+        self._stub: worker_pb2_grpc.WorkerAsyncStub | None = None
+
+    # --- what the service asks for ---
+
+    @property
+    def worker_id(self) -> str:
+        return self.info.worker_id if self.info else self.address
+
+    @property
+    def num_known(self) -> int:
+        """Sequences whose end the worker has not confirmed, those that were aborted included."""
+        return len(self._entries)
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def submit(self, submit: worker_pb2.Submit, relay: Relay, placement: Placement) -> None:
+        """Places a sequence. From here on its relay hears of it until it ends or detach()."""
+        if self.state != "ready" or submit.request_id in self._entries:
+            raise Unavailable(f"worker {self.worker_id} cannot take the request", given=self.state, retry_after_ms=100)
+        self._entries[submit.request_id] = _Entry(relay, placement)
+        self.own.num_sequences += 1
+        self.own.queued_tokens += placement.prompt_tokens
+        self.own.num_pages += placement.num_pages
+        self._outbox.put_nowait(worker_pb2.RouterMessage(submit=submit))
+
+    def abort(self, request_id: str) -> None:
+        """Asks the worker to end a sequence; its relay hears the end."""
+        if request_id in self._entries:
+            self._outbox.put_nowait(worker_pb2.RouterMessage(abort=worker_pb2.Abort(request_id=request_id)))
+
+    def detach(self, request_id: str) -> None:
+        """The caller is through with a sequence: if it still runs, it is aborted and no longer counted."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.relay is not None:
+            entry.relay = None
+            self._uncount(entry)
+            self.abort(request_id)
+
+    async def abort_foreign(self, request_id: str, tenant: str, timeout_s: float) -> bool:
+        """Ends a sequence that another router submitted. Raises TailpackError when the worker cannot be asked."""
+        stub = self._stub
+        if stub is None:
+            raise Unavailable(f"worker {self.worker_id} is not connected")
+        try:
+            request = worker_pb2.AbortRequest(request_id=request_id, tenant=tenant)
+            return (await stub.Abort(request, timeout=timeout_s)).found
+        except grpc.RpcError as failure:
+            raise rpc.error_from(failure) from failure
+
+    def candidate(self) -> Candidate:
+        return candidate(
+            self.address,
+            reported_sequences=self.load.num_running + self.load.num_waiting,
+            reported_queued_tokens=self.load.queued_tokens,
+            pages_free=self.load.pages_free,
+            pages_total=self.load.pages_total,
+            own=self.own,
+            own_at_report=self._own_at_report,
+        )
+
+    def status(self) -> router_pb2.WorkerStatus:
+        return router_pb2.WorkerStatus(
+            address=self.address,
+            state=self.state,
+            why=self.why,
+            info=self.info,
+            load=self.load if self.info else None,
+            in_flight=self.own.num_sequences,
+        )
+
+    # --- the session ---
+
+    async def run(self) -> None:
+        """Connects, again and again, until cancelled."""
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            self._welcomed = False
+            pause_s = backoff_s
+            try:
+                async with rpc.channel(self.address) as channel:
+                    await self._session(worker_pb2_grpc.WorkerStub(channel))
+                self._lose("the worker ended the session")
+            except grpc.RpcError as failure:
+                self._lose(rpc.error_from(failure).message)
+            except PreconditionFailed as failure:
+                self._set("refused", str(failure))
+                pause_s = REFUSED_RETRY_S
+            except TailpackError as failure:
+                self._lose(failure.message)
+            except Exception as bug:
+                # One broken session must not end the link for good; its sequences fail by name.
+                log.error("bug in a worker session", address=self.address, exc_info=bug)
+                self._lose(f"{type(bug).__name__} in the router")
+            finally:
+                self._forget_all()
+            backoff_s = MIN_BACKOFF_S if self._welcomed else min(MAX_BACKOFF_S, 2 * backoff_s)
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+
+    async def _session(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+        """One session from hello to its end."""
+        self._outbox = asyncio.Queue()
+        call = stub.Session()
+        writer: asyncio.Task[None] | None = None
+        try:
+            try:
+                async with asyncio.timeout(self._welcome_timeout_s):
+                    await call.write(worker_pb2.RouterMessage(hello=self._hello))
+                    first = await call.read()
+            except TimeoutError:
+                raise Unavailable(f"no welcome within {self._welcome_timeout_s:g} s") from None
+            if not isinstance(first, worker_pb2.WorkerMessage) or first.WhichOneof("message") != "welcome":
+                raise Unavailable("the first message was no welcome")
+            self._welcome(first.welcome)
+            self._stub = stub
+            writer = asyncio.create_task(self._write(call))
+            while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
+                self._take(message)
+        finally:
+            self._stub = None
+            if writer is not None:
+                writer.cancel()
+            call.cancel()
+
+    def _welcome(self, welcome: worker_pb2.Welcome) -> None:
+        info = welcome.info
+        self._tokenizer.check(info.model)
+        self._admit(self, info)
+        before = self.info
+        if before is not None and (before.worker_id, before.incarnation) != (info.worker_id, info.incarnation):
+            log.info("worker restarted", worker=info.worker_id, incarnation=info.incarnation, before=before.incarnation)
+        self.info = info
+        self._welcomed = True
+        self._report(welcome.load)
+        self._set("ready")
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]) -> None:
+        # When the call is over the reader sees it too, and says why.
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._outbox.get())
+
+    def _take(self, message: worker_pb2.WorkerMessage) -> None:
+        match message.WhichOneof("message"):
+            case "step":
+                for output in message.step.sequences:
+                    self._output(output)
+                if message.step.HasField("load"):
+                    self._report(message.step.load)
+            case "goodbye":
+                self._set("draining", message.goodbye.why)
+            case other:
+                raise Unavailable(f"unexpected message in the session: {other}")
+
+    def _output(self, output: worker_pb2.SequenceOutput) -> None:
+        entry = self._entries.get(output.request_id)
+        if entry is None:
+            self.num_stray_outputs += 1
+            return
+        if output.token_ids and not entry.prefilled:
+            if entry.counted:
+                self.own.queued_tokens -= entry.placement.prompt_tokens
+            entry.prefilled = True
+        if output.finish_reason:
+            del self._entries[output.request_id]
+            self._uncount(entry)
+        if entry.relay is not None:
+            entry.relay.feed(output)
+
+    def _report(self, load: types_pb2.WorkerLoad) -> None:
+        self.load = load
+        self._own_at_report = self.own.copy()
+
+    def _uncount(self, entry: _Entry) -> None:
+        if entry.counted:
+            entry.counted = False
+            self.own.num_sequences -= 1
+            self.own.num_pages -= entry.placement.num_pages
+            if not entry.prefilled:
+                self.own.queued_tokens -= entry.placement.prompt_tokens
+
+    def _lose(self, why: str) -> None:
+        self._set("connecting" if self.info is None else "lost", why)
+
+    def _forget_all(self) -> None:
+        entries, self._entries = self._entries, {}
+        for entry in entries.values():
+            self._uncount(entry)
+            if entry.relay is not None:
+                entry.relay.fail(
+                    WorkerLost(
+                        f"worker {self.worker_id} was lost: {self.why}",
+                        given=self.address,
+                        hint="send the request again",
+                        retry_after_ms=500,
+                    )
+                )
+
+    def _set(self, state: str, why: str = "") -> None:
+        if (state, why) != (self.state, self.why):
+            level = log.warning if state in ("lost", "refused") else log.info
+            level("worker state", address=self.address, worker=self.worker_id, state=state, why=why)
+        self.state, self.why = state, why
+        self._changed()
+
+
+class Registry:
+    """All links. Static addresses in this version."""
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        router_id: str,
+        incarnation: str,
+        tokenizer: TokenizerFacts,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.links = {
+            address: WorkerLink(address, router_id, incarnation, tokenizer, admit=self._admit, changed=changed)
+            for address in dict.fromkeys(addresses)
+        }
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(link.run(), name=f"link {link.address}") for link in self.links.values()]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def ready(self, model: str | None = None) -> list[WorkerLink]:
+        """Links that take sequences of this model (None: of any)."""
+        return [
+            link
+            for link in self.links.values()
+            if link.state == "ready" and link.info is not None and model in (None, link.info.model.name)
+        ]
+
+    def models(self) -> set[str]:
+        """Names of all models seen so far, those of lost workers included."""
+        return {link.info.model.name for link in self.links.values() if link.info is not None}
+
+    def knows(self, request_id: str) -> bool:
+        return any(link.knows(request_id) for link in self.links.values())
+
+    def _admit(self, link: WorkerLink, info: types_pb2.WorkerInfo) -> None:
+        for other in self.links.values():
+            same = other.info is not None and (other.info.worker_id, other.info.incarnation) == (
+                info.worker_id,
+                info.incarnation,
+            )
+            if other is not link and same and other.state in ("ready", "draining"):
+                raise PreconditionFailed(
+                    f"worker {info.worker_id} is known by another address already",
+                    reason="DUPLICATE_WORKER",
+                    given=link.address,
+                    allowed=other.address,
+                )

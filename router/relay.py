@@ -1,0 +1,212 @@
+"""One answer on its way from a worker's steps to its caller: offsets, text, stop strings, a bounded buffer.
+
+The worker's side (`feed`, `fail`) never waits; the caller's side (`next_chunk`) takes all that has gathered since, so a
+slow reader gets fewer and larger chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from protos import router_pb2, rpc, types_pb2, worker_pb2
+from protos.errors import CapacityError, InternalError, TailpackError
+from router.detokenizer import Detokenizer
+from router.stop_strings import StopStringFilter
+
+MAX_PENDING_BYTES = 4 << 20
+"""Of one answer, unread by its caller. Text of about half a million tokens; far below gRPC's message limit."""
+
+SETTLE_S = 2.0
+"""How long the last chunk waits for the worker's word after an abort. Its text is with the caller by then."""
+
+_LOGPROB_BYTES = 32  # of one TokenLogprob in memory, roughly
+
+
+class Relay:
+    """One placement of a request. If it fails before its first token, the service makes another for another worker."""
+
+    def __init__(
+        self,
+        request_id: str,
+        worker_id: str,
+        *,
+        num_prompt_tokens: int,
+        detokenizer: Detokenizer,
+        stop_strings: Sequence[str],
+        abort: Callable[[], None],
+    ) -> None:
+        """abort: tells the worker to end the sequence (a stop string, a cancel, a broken answer)."""
+        self.num_tokens = 0  # accepted from the worker; those behind a stop string are not
+        self.ended = False  # nothing more will come from the worker
+        self.first_token_ns: int | None = None  # time.monotonic_ns
+        self._request_id = request_id
+        self._worker_id = worker_id
+        self._num_prompt_tokens = num_prompt_tokens
+        self._detokenizer = detokenizer
+        self._stops = StopStringFilter(stop_strings)
+        self._token_by_token = bool(stop_strings)  # so that tokens end with the one that completes a stop string
+        self._abort = abort
+        self._wake = asyncio.Event()
+        self._chunk = router_pb2.GenerateResponse(request_id=request_id, worker_id=worker_id)  # what gathers
+        self._texts: list[str] = []
+        self._pending_bytes = 0
+        self._text_offset = 0
+        self._reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
+        self._settle_until: float | None = (
+            None  # loop time; set when the answer is complete but for the worker's last word
+        )
+        self._error: TailpackError | None = None
+        self._last_output: worker_pb2.SequenceOutput | None = None
+        self._last_chunk_taken = False
+
+    # --- the worker's side ---
+
+    def feed(self, output: worker_pb2.SequenceOutput) -> None:
+        """Takes what one step made for this sequence."""
+        if self._settle_until is None and not self.ended and output.token_ids:
+            self._accept(output)
+        if output.finish_reason and not self.ended:
+            self._finish(output)
+        self._wake.set()
+
+    def fail(self, error: TailpackError) -> None:
+        """Ends the answer with an error, behind what has gathered. One that was complete already stays complete."""
+        if self.ended:
+            return
+        if self._settle_until is None:
+            self._error = error
+        self.ended = True
+        self._wake.set()
+
+    def cancel(self) -> None:
+        """Somebody asked to end this request: the caller gets a last chunk that says so."""
+        if not self.ended and self._settle_until is None:
+            self._settle(types_pb2.FINISH_REASON_ABORTED)
+
+    def _accept(self, output: worker_pb2.SequenceOutput) -> None:
+        token_ids, logprobs = output.token_ids, output.logprobs
+        if output.token_offset != self.num_tokens:
+            kind = "gap" if output.token_offset > self.num_tokens else "repeat"
+            self._break(f"a {kind} in the tokens", f"offset {output.token_offset}", f"offset {self.num_tokens}")
+            return
+        if logprobs and len(logprobs) != len(token_ids):
+            self._break("log-probabilities that do not match the tokens", len(logprobs), len(token_ids))
+            return
+        if self.first_token_ns is None:
+            self.first_token_ns = time.monotonic_ns()
+            self._chunk.seed = output.seed
+        if not self._token_by_token:
+            self._take(token_ids, logprobs, self._detokenizer.push(token_ids))
+            return
+        for position, token_id in enumerate(token_ids):
+            shown = self._stops.push(self._detokenizer.push((token_id,)))
+            self._take((token_id,), logprobs[position : position + 1], shown)
+            if self._stops.matched is not None:
+                if output.finish_reason:
+                    self._reason = types_pb2.FINISH_REASON_STOP_STRING
+                else:
+                    self._settle(types_pb2.FINISH_REASON_STOP_STRING)
+                return
+
+    def _take(self, token_ids: Sequence[int], logprobs: Sequence[types_pb2.PositionLogprobs], text: str) -> None:
+        self.num_tokens += len(token_ids)
+        self._chunk.token_ids.extend(token_ids)
+        self._pending_bytes += 4 * len(token_ids) + 4 * len(text)
+        if text:
+            self._texts.append(text)
+        if logprobs:
+            self._chunk.logprobs.extend(logprobs)
+            self._pending_bytes += _LOGPROB_BYTES * sum(1 + len(position.top) for position in logprobs)
+        if self._pending_bytes > MAX_PENDING_BYTES and not self.ended:
+            self.fail(
+                CapacityError(
+                    "the caller does not read its answer",
+                    reason="SLOW_READER",
+                    given=f"{self._pending_bytes} bytes unread",
+                    allowed=f"{MAX_PENDING_BYTES} bytes",
+                )
+            )
+            self._abort()
+
+    def _settle(self, reason: types_pb2.FinishReason.ValueType) -> None:
+        self._reason = reason
+        self._settle_until = asyncio.get_running_loop().time() + SETTLE_S
+        self._abort()
+        self._wake.set()
+
+    def _finish(self, output: worker_pb2.SequenceOutput) -> None:
+        if self._settle_until is None and not self._reason:
+            if output.finish_reason == types_pb2.FINISH_REASON_ERROR:
+                self.fail(rpc.from_detail(output.error))
+                return
+            if output.HasField("usage") and output.usage.output_tokens != self.num_tokens:
+                self._break("an end that does not fit the tokens", output.usage.output_tokens, self.num_tokens)
+                return
+            self._reason = output.finish_reason
+        self._last_output = output
+        self._end_text()
+        self.ended = True
+
+    def _end_text(self) -> None:
+        """What was held back is no character and no stop string now. (U+FFFD may complete a stop string, though.)"""
+        if self._stops.matched is not None:
+            return
+        text = self._stops.push(self._detokenizer.flush())
+        if self._stops.matched is None:
+            text += self._stops.flush()
+        else:
+            self._reason = types_pb2.FINISH_REASON_STOP_STRING
+        if text:
+            self._texts.append(text)
+
+    def _break(self, what: str, given: object, allowed: object) -> None:
+        self.fail(
+            InternalError(f"worker {self._worker_id} sent {what}", reason="TOKEN_GAP", given=given, allowed=allowed)
+        )
+        self._abort()
+
+    # --- the caller's side ---
+
+    async def next_chunk(self) -> router_pb2.GenerateResponse | None:
+        """All that has gathered; waits until something has. None behind the last chunk.
+
+        Raises:
+            TailpackError: the answer ended in an error; all before it was returned.
+        """
+        while not (self.ended or self._chunk.token_ids or self._texts):
+            self._wake.clear()
+            try:
+                async with asyncio.timeout_at(self._settle_until):
+                    await self._wake.wait()
+            except TimeoutError:
+                self._end_text()
+                self.ended = True
+        if self._last_chunk_taken:
+            return None
+        if self._error is not None and not (self._chunk.token_ids or self._texts):
+            raise self._error
+        return self._take_chunk()
+
+    def _take_chunk(self) -> router_pb2.GenerateResponse:
+        chunk, self._chunk = self._chunk, router_pb2.GenerateResponse(request_id=self._request_id)
+        chunk.text = "".join(self._texts)
+        chunk.text_offset = self._text_offset
+        chunk.token_offset = self.num_tokens - len(chunk.token_ids)
+        self._text_offset += len(chunk.text.encode())
+        self._texts, self._pending_bytes = [], 0
+        if self.ended and self._error is None:
+            self._last_chunk_taken = True
+            self._complete(chunk)
+        return chunk
+
+    def _complete(self, chunk: router_pb2.GenerateResponse) -> None:
+        chunk.finish_reason = self._reason
+        chunk.usage.prompt_tokens = self._num_prompt_tokens
+        chunk.usage.output_tokens = self.num_tokens
+        if self._last_output is not None:
+            chunk.usage.cached_prompt_tokens = self._last_output.usage.cached_prompt_tokens
+            chunk.timings.CopyFrom(self._last_output.timings)
+        if self._reason == types_pb2.FINISH_REASON_STOP_STRING:
+            chunk.stop_string = self._stops.matched or ""

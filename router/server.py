@@ -1,0 +1,98 @@
+"""The router process: a RouterService behind an RpcServer, from start to a drained stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from protos import router_pb2_grpc, rpc
+from router.service import SERVICE_NAME, RouterService
+from router.tokenizer import Tokenizer
+
+log = structlog.get_logger("router")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """listen: host:port, port 0 takes a free one. drain_s: how long running streams may go on after SIGTERM."""
+
+    listen: str
+    workers: tuple[str, ...]
+    model_dir: Path
+    drain_s: float = 60.0
+    max_in_flight: int = 4096
+
+
+async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
+    """Runs until SIGTERM or SIGINT, then drains; a second signal ends it at once.
+
+    Args:
+        listening: told the bound address.
+
+    Raises:
+        ConfigError, ModelError: it cannot start.
+    """
+    rpc.check_free(config.listen)  # before the tokenizer is read, which takes a second
+    server = rpc.RpcServer("router")
+    ready = asyncio.Event()
+    not_ready = asyncio.Event()
+
+    def on_ready(any_ready: bool) -> None:
+        (ready if any_ready else not_ready).set()
+        (not_ready if any_ready else ready).clear()
+
+    service = RouterService(
+        Tokenizer(config.model_dir), list(config.workers), max_in_flight=config.max_in_flight, on_ready=on_ready
+    )
+    server.add(router_pb2_grpc.add_RouterServicer_to_server, service, SERVICE_NAME)
+    stop, stop_now = _watch_signals()
+    address = await server.start(config.listen)
+    service.start()
+    health = asyncio.create_task(_mirror_health(server, ready, not_ready))
+    listening(address)
+    try:
+        await stop.wait()
+        health.cancel()
+        await server.set_ready(False)
+        log.info("draining", in_flight=service.num_in_flight, grace_s=config.drain_s)
+        await _first(service.drain(config.drain_s), stop_now.wait())
+        log.info("stopping", in_flight=service.num_in_flight)
+    finally:
+        health.cancel()
+        await server.stop(0.0)
+        await service.close()
+
+
+async def _mirror_health(server: rpc.RpcServer, ready: asyncio.Event, not_ready: asyncio.Event) -> None:
+    """Health is ready exactly while some worker is."""
+    while True:
+        await ready.wait()
+        await server.set_ready(True)
+        await not_ready.wait()
+        await server.set_ready(False)
+
+
+def _watch_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Two events: the first SIGTERM or SIGINT sets the one, the second both."""
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop, stop_now
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

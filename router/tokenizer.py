@@ -1,0 +1,180 @@
+"""Text to token ids, and chat messages to text, with the files of a Hugging Face model folder.
+
+Both run in threads: the tokenizers library releases the GIL, and a long prompt must not hold up the streams of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from protos.errors import InvalidRequest, ModelError
+from router.detokenizer import TokenBytes, token_bytes
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The tokenizer of one model folder. Immutable once made; close() ends its threads.
+
+    Attributes:
+        digest: blake2b-128 of tokenizer.json, as in ModelInfo.tokenizer_digest.
+        vocab_size: one more than the highest token id.
+        tokens: the text of each token (see router/detokenizer.py).
+    """
+
+    def __init__(self, folder: Path, *, num_threads: int | None = None) -> None:
+        """Reads tokenizer.json, and where present tokenizer_config.json, special_tokens_map.json, chat_template.jinja.
+
+        Raises:
+            ModelError: a file is missing, unreadable or not supported.
+        """
+        data = _read(folder / "tokenizer.json")
+        description = _json(folder / "tokenizer.json", data)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        except Exception as failure:  # the library raises no class of its own
+            raise ModelError(
+                "tokenizer.json cannot be loaded", reason="BAD_TOKENIZER", given=folder, hint=str(failure)
+            ) from failure
+        # A folder may ask for truncation or padding: prompts are never cut in silence.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.digest = hashlib.blake2b(data, digest_size=16).digest()
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = frozenset(token.content for token in added.values() if token.special)
+        self.tokens: TokenBytes = token_bytes(description, self._tokenizer.get_vocab(with_added_tokens=True), special)
+        self.vocab_size = len(self.tokens.table)
+        self._template = ChatTemplate.load(folder)
+        self._threads = ThreadPoolExecutor(num_threads or max(2, os.cpu_count() or 2), thread_name_prefix="tokenizer")
+
+    async def encode_text(self, text: str) -> list[int]:
+        """A prompt as it is, with what the tokenizer itself puts around a text (often a begin-of-sequence token)."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text, True)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Messages (``role``, ``content``) through the chat template, up to where the assistant's turn begins.
+
+        Raises:
+            InvalidRequest: the model has no template (NO_CHAT_TEMPLATE), or it refuses the messages (CHAT_TEMPLATE).
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode_chat, messages)
+
+    def encode(self, text: str) -> list[int]:
+        """encode_text, in the caller's thread."""
+        return self._encode(text, True)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template", reason="NO_CHAT_TEMPLATE", hint="send the prompt as text instead"
+            )
+        return self._encode(self._template.render(messages), False)  # the template writes special tokens itself
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The batch call is the one without character offsets, which a long prompt would pay for dearly.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+
+class ChatTemplate:
+    """A model's Jinja template, under the conventions that Hugging Face models rely on, in Jinja's sandbox."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises ModelError (BAD_CHAT_TEMPLATE) when the source is not valid Jinja."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as failure:
+            raise ModelError(
+                "the model's chat template is not valid", reason="BAD_CHAT_TEMPLATE", hint=str(failure)
+            ) from failure
+        self._special_tokens = dict(special_tokens)
+
+    @staticmethod
+    def load(folder: Path) -> ChatTemplate | None:
+        """chat_template.jinja, else ``chat_template`` of tokenizer_config.json; None when the model has neither."""
+        config: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one wins
+            if (folder / name).exists():
+                config |= _json(folder / name, _read(folder / name))
+        tokens: dict[str, str] = {}
+        for name in _SPECIAL_NAMES:
+            value = config.get(name)
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                tokens[name] = content
+        if (folder / "chat_template.jinja").exists():
+            return ChatTemplate(_read(folder / "chat_template.jinja").decode(), tokens)
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several named ones: [{"name": ..., "template": ...}]
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return ChatTemplate(source, tokens) if isinstance(source, str) else None
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt text. Raises InvalidRequest (CHAT_TEMPLATE) with what the template complained of."""
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as failure:
+            raise InvalidRequest(
+                "the model's chat template refuses these messages",
+                reason="CHAT_TEMPLATE",
+                given=", ".join(message.get("role", "") for message in messages[:16]),
+                hint=str(failure)[:500],
+            ) from failure
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    # Jinja's own escapes <, > and & for HTML; models were trained without that.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as failure:
+        raise ModelError(
+            f"{path.name} cannot be read",
+            reason="BAD_TOKENIZER",
+            given=path,
+            hint=f"{failure.strerror}; the model folder needs it (Hugging Face layout)",
+        ) from failure
+
+
+def _json(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as failure:
+        raise ModelError(f"{path.name} is not JSON", reason="BAD_TOKENIZER", given=path, hint=str(failure)) from failure
+    if not isinstance(value, dict):
+        raise ModelError(f"{path.name} is not a JSON object", reason="BAD_TOKENIZER", given=path)
+    return value

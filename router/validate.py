@@ -1,0 +1,150 @@
+"""What a request may hold, checked before any worker sees it. Pure; the client checks with the same code."""
+
+from __future__ import annotations
+
+import math
+
+from protos import router_pb2, types_pb2
+from protos.errors import InvalidRequest, NotBuilt, TooLarge
+
+MAX_PROMPT_BYTES = 8 << 20
+MAX_MESSAGES = 4096
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 256
+MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
+MAX_TEMPERATURE = 100.0
+DEFAULT_MAX_TOKENS = 1024
+ROLES = ("system", "user", "assistant")
+
+
+def check_request(request: router_pb2.GenerateRequest) -> None:
+    """All that can be said without a model.
+
+    Raises:
+        InvalidRequest: the reason names the field, e.g. BAD_TEMPERATURE, EMPTY_PROMPT.
+        TooLarge: PROMPT_TOO_LARGE.
+        NotBuilt: a feature that this version does not have was asked for.
+    """
+    for field in ("tools_json", "json_schema", "lora_adapter"):
+        if getattr(request, field):
+            raise NotBuilt(f"{field} is not built in this version", given=field, hint=f"leave {field} empty")
+    _check_prompt(request)
+    check_sampling(request.sampling)
+    _check_stops(request)
+
+
+def check_prompt_bytes(num_bytes: int) -> None:
+    """Raises TooLarge when a prompt has more bytes than any request may."""
+    if num_bytes > MAX_PROMPT_BYTES:
+        raise TooLarge(
+            "the prompt is too large",
+            reason="PROMPT_TOO_LARGE",
+            given=f"{num_bytes} bytes",
+            allowed=f"at most {MAX_PROMPT_BYTES} bytes",
+        )
+
+
+def check_sampling(sampling: types_pb2.Sampling) -> None:
+    """Raises InvalidRequest for a number outside its range; NaN is outside of all."""
+    _check_range("temperature", sampling.temperature, 0.0, MAX_TEMPERATURE)
+    if sampling.HasField("top_p"):
+        _check_range("top_p", sampling.top_p, 0.0, 1.0, low_open=True)
+    _check_range("min_p", sampling.min_p, 0.0, 1.0)
+    if sampling.HasField("repetition_penalty"):
+        _check_range("repetition_penalty", sampling.repetition_penalty, 0.0, 100.0, low_open=True)
+    if sampling.logprobs > MAX_LOGPROBS:
+        raise InvalidRequest(
+            "logprobs is out of range", reason="BAD_LOGPROBS", given=sampling.logprobs, allowed=f"0 to {MAX_LOGPROBS}"
+        )
+
+
+def check_fits(prompt_token_ids: list[int], stop_token_ids: list[int], model: types_pb2.ModelInfo) -> None:
+    """What only the model can tell: token ids within its vocabulary, and room for at least one more token."""
+    if not prompt_token_ids:
+        raise _empty("the prompt has no tokens")
+    if len(prompt_token_ids) >= model.max_sequence_tokens:
+        raise TooLarge(
+            f"the prompt is too long for model {model.name}",
+            reason="PROMPT_TOO_LONG",
+            given=f"{len(prompt_token_ids)} tokens",
+            allowed=f"at most {model.max_sequence_tokens - 1} tokens (prompt and answer: {model.max_sequence_tokens})",
+        )
+    for name, ids in (("prompt", prompt_token_ids), ("stop", stop_token_ids)):
+        if ids and max(ids) >= model.vocab_size:
+            raise InvalidRequest(
+                f"a {name} token id is not in the vocabulary of model {model.name}",
+                reason="BAD_TOKEN_ID",
+                given=max(ids),
+                allowed=f"0 to {model.vocab_size - 1}",
+            )
+
+
+def _check_prompt(request: router_pb2.GenerateRequest) -> None:
+    match request.WhichOneof("prompt"):
+        case "text":
+            check_prompt_bytes(len(request.text.encode()))
+            if not request.text:
+                raise _empty("the prompt is empty")
+        case "chat":
+            messages = request.chat.messages
+            if len(messages) > MAX_MESSAGES:
+                raise TooLarge(
+                    "the chat has too many messages",
+                    reason="PROMPT_TOO_LARGE",
+                    given=len(messages),
+                    allowed=f"at most {MAX_MESSAGES}",
+                )
+            for message in messages:
+                if message.role not in ROLES:
+                    raise InvalidRequest(
+                        "a chat message has an unknown role",
+                        reason="BAD_ROLE",
+                        given=repr(message.role[:64]),
+                        allowed=", ".join(ROLES),
+                    )
+            check_prompt_bytes(sum(len(message.content.encode()) for message in messages))
+            if not any(message.content for message in messages):
+                raise _empty("the chat has no text")
+        case "token_ids":
+            check_prompt_bytes(4 * len(request.token_ids.ids))
+            if not request.token_ids.ids:
+                raise _empty("the prompt has no token ids")
+        case _:
+            raise _empty("the request has no prompt")
+
+
+def _check_stops(request: router_pb2.GenerateRequest) -> None:
+    allowed = f"at most {MAX_STOP_STRINGS}, each of 1 to {MAX_STOP_STRING_BYTES} bytes"
+    if len(request.stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            "too many stop strings", reason="BAD_STOP_STRINGS", given=len(request.stop_strings), allowed=allowed
+        )
+    for stop in request.stop_strings:
+        num_bytes = len(stop.encode())
+        if not 1 <= num_bytes <= MAX_STOP_STRING_BYTES:
+            raise InvalidRequest(
+                "a stop string has a bad length", reason="BAD_STOP_STRINGS", given=f"{num_bytes} bytes", allowed=allowed
+            )
+    if len(request.stop.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequest(
+            "too many stop token ids",
+            reason="BAD_STOP_TOKENS",
+            given=len(request.stop.stop_token_ids),
+            allowed=f"at most {MAX_STOP_TOKENS}",
+        )
+
+
+def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    inside = math.isfinite(value) and low <= value <= high and not (low_open and value == low)
+    if not inside:
+        raise InvalidRequest(
+            f"{name} is out of range",
+            reason=f"BAD_{name.upper()}",
+            given=value,
+            allowed=f"{'above' if low_open else 'from'} {low:g} to {high:g}",
+        )
+
+
+def _empty(message: str) -> InvalidRequest:
+    return InvalidRequest(message, reason="EMPTY_PROMPT", allowed="at least one token", hint="send some text")
