@@ -167,16 +167,21 @@ def _count(facts: KernelFacts, opcode: str) -> None:
 
 
 def verify(
-    cells: Iterable[Cell], arches: Iterable[str], folder: Path, *, inspector: Path | None = None, jobs: int | None = None
+    cells: Iterable[Cell],
+    arches: Iterable[str],
+    folder: Path,
+    *,
+    inspector: Path | None = None,
+    jobs: int | None = None,
 ) -> list[Finding]:
     """Inspect the cubin of every cell and arch that today's sources and compiler would make.
 
     Raises ToolchainError where there is no inspector or no compiler (whose version is part of a cubin's name).
     """
-    inspector = inspector or find_inspector()
+    tool = inspector or find_inspector()
     pairs = [(cell, arch, cubin_path(cell, arch, folder)) for arch in arches for cell in cells]
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        findings = list(pool.map(lambda pair: _inspect(*pair, inspector), pairs))
+        findings = list(pool.map(lambda pair: _inspect(pair[0], pair[1], pair[2], tool), pairs))
     # An inspector that answers for other cubins is well: then a cubin it cannot read is at fault. Where it answers for
     # none there is no telling, unless the file is visibly no cubin.
     answered = any(finding.kernels for finding in findings)
@@ -222,4 +227,4 @@ def _looks_like_elf(path: Path) -> bool:
         return False
     table = int.from_bytes(content[40:48], "little")
     entry, count = int.from_bytes(content[58:60], "little"), int.from_bytes(content[60:62], "little")
-    return 0 < table and table + entry * count <= len(content)
+    return table > 0 and table + entry * count <= len(content)

@@ -35,7 +35,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
 class ToolchainError(MachineError):
-    """This environment cannot compile or inspect: a compiler, a header or a tool is missing. The code is not at fault."""
+    """This environment cannot compile or inspect: a compiler, header or tool is missing. The code is not at fault."""
 
 
 class CompileError(MachineError):
@@ -58,7 +58,7 @@ class Toolchain:
 
 @functools.cache
 def toolchain() -> Toolchain:
-    """Find NVRTC and NVIDIA's headers once per process. Raises ToolchainError naming what is missing and what was tried."""
+    """Find NVRTC and NVIDIA's headers, once a process. Raises ToolchainError naming what is missing, what was tried."""
     try:
         importlib.import_module("cuda.core")
         from cuda.bindings import nvrtc
@@ -67,7 +67,10 @@ def toolchain() -> Toolchain:
         _, numbers = nvrtc.nvrtcGetSupportedArchs()
     except (ImportError, RuntimeError, OSError) as error:
         raise ToolchainError(
-            "no CUDA compiler", given=f"{type(error).__name__}: {error}", allowed="NVRTC through cuda.core", action=INSTALL
+            "no CUDA compiler",
+            given=f"{type(error).__name__}: {error}",
+            allowed="NVRTC through cuda.core",
+            action=INSTALL,
         ) from error
     if int(status) != 0:
         raise ToolchainError("the CUDA compiler does not answer", given=repr(status), allowed="success", action=INSTALL)

@@ -1,0 +1,178 @@
+"""Command line of the kernels: build archives, prove what is in them, measure the codec.
+
+python -m kernels.cli build --arch sm_90a        the same as: tailpack kernels build --arch sm_90a
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from kernels.archive import Finding, Status, exit_code, find_inspector, verify
+from kernels.cells import ARCHES, DECLARED
+from kernels.compiler import ToolchainError, toolchain
+from kernels.cubins import BuildResult, build, default_folder
+
+CANNOT_ANSWER = 2  # the environment is at fault, not the code: no compiler, no inspector
+
+_arch_option = click.option(
+    "--arch", "arches", multiple=True, type=click.Choice([*ARCHES, "all"]), help="Repeat for several. Default: all."
+)
+_dir_option = click.option(
+    "--dir", "folder", type=click.Path(file_okay=False, path_type=Path), help="The archive. Default: the cache."
+)
+
+
+@click.group("kernels")
+def kernels_group() -> None:
+    """Build and verify GPU kernels; needs no GPU."""
+
+
+@kernels_group.command("build")
+@_arch_option
+@_dir_option
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes. Default: one per CPU.")
+def build_command(arches: Sequence[str], folder: Path | None, jobs: int | None) -> None:
+    """Compile every declared cell for every arch, each once.
+
+    Exit status: 0 all built, 1 something does not compile, 2 no compiler here.
+    """
+    wanted, target = _arches(arches), folder or default_folder()
+    started = time.monotonic()
+    try:
+        identity = toolchain().identity
+        with _progress(len(wanted) * len(DECLARED)) as on_result:
+            results = build(DECLARED, wanted, target, jobs=jobs, on_result=on_result)
+    except ToolchainError as error:
+        _cannot_answer(error)
+    failed = [result for result in results if result.error]
+    for result in failed:
+        click.echo(f"{result.cell.name} {result.arch}: {result.error}", err=True)
+    compiled = sum(result.compiled for result in results)
+    click.echo(
+        f"{compiled} compiled, {len(results) - compiled - len(failed)} there already, {len(failed)} failed "
+        f"({len(DECLARED)} cells, {len(wanted)} archs, {time.monotonic() - started:.1f} s) with {identity} in {target}"
+    )
+    sys.exit(1 if failed else 0)
+
+
+@kernels_group.command("verify")
+@_arch_option
+@_dir_option
+@click.option("--inspector", type=click.Path(path_type=Path), help="cuobjdump. Default: the pip package's, or on PATH.")
+@click.option("--detail", is_flag=True, help="One line a kernel.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON line a kernel instead of tables.")
+def verify_command(
+    arches: Sequence[str], folder: Path | None, inspector: Path | None, detail: bool, as_json: bool
+) -> None:
+    """Inspect the machine code of every declared cell and arch.
+
+    Exit status: 0 every cell observed in every arch; 1 something is missing, corrupt or not what it should be; 2 the
+    environment could not answer (no compiler, no inspector, an empty listing).
+    """
+    wanted, target = _arches(arches), folder or default_folder()
+    try:
+        findings = verify(DECLARED, wanted, target, inspector=inspector or find_inspector())
+    except ToolchainError as error:
+        _cannot_answer(error)
+    if as_json:
+        for finding in findings:
+            for facts in finding.kernels:
+                click.echo(json.dumps({"cell": finding.cell.name, "status": finding.status.value, **asdict(facts)}))
+    else:
+        for arch in wanted:
+            _print_arch(arch, [finding for finding in findings if finding.arch == arch], detail)
+    for finding in findings:
+        if finding.status is not Status.OBSERVED:
+            click.echo(f"{finding.status.value}: {finding.cell.name} {finding.arch}: {finding.reason}", err=True)
+    code = exit_code(findings)
+    answer = {0: "pass: every cell observed in every arch", 1: "FAIL: see above"}
+    click.echo(f"{answer.get(code, 'no answer: the inspector could not tell')} ({target})", err=code != 0)
+    sys.exit(code)
+
+
+def _print_arch(arch: str, findings: Sequence[Finding], detail: bool) -> None:
+    kernels = [facts for finding in findings for facts in finding.kernels if facts.arch == arch]
+    observed = sum(finding.status is Status.OBSERVED for finding in findings)
+    loads: Counter[str] = sum((facts.loads for facts in kernels), Counter())
+    tensor: Counter[str] = sum((facts.tensor for facts in kernels), Counter())
+    click.echo(
+        f"{arch}: {observed}/{len(findings)} cells, {len(kernels)} kernels; registers up to "
+        f"{max((facts.registers for facts in kernels), default=0)}, shared up to "
+        f"{max((facts.shared_bytes for facts in kernels), default=0)} B, "
+        f"{sum(facts.spills for facts in kernels)} spills, tensor cores {_counts(tensor)}, loads {_counts(loads)}"
+    )
+    if detail:
+        click.echo(f"  {'kernel':<28}{'regs':>5}{'shared':>7}{'stack':>6}{'spills':>7}{'instr':>7}  tensor; loads")
+        for facts in kernels:
+            click.echo(
+                f"  {facts.name:<28}{facts.registers:>5}{facts.shared_bytes:>7}{facts.stack_bytes:>6}"
+                f"{facts.spills:>7}{facts.instructions:>7}  {_counts(facts.tensor)}; {_counts(facts.loads)}"
+            )
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counter.items())) or "none"
+
+
+def _arches(chosen: Sequence[str]) -> tuple[str, ...]:
+    return ARCHES if not chosen or "all" in chosen else tuple(arch for arch in ARCHES if arch in chosen)
+
+
+def _cannot_answer(error: ToolchainError) -> NoReturn:
+    click.echo(f"could not answer: {error}", err=True)
+    sys.exit(CANNOT_ANSWER)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[BuildResult], None]]:
+    """A bar where there is a terminal and rich; else one line a cell."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield _print_result
+        return
+    if not sys.stderr.isatty():
+        yield _print_result
+        return
+    from rich.console import Console
+
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("compiling", total=total)
+        yield lambda result: bar.update(task, advance=1, description=f"{result.cell.name} {result.arch}")
+
+
+def _print_result(result: BuildResult) -> None:
+    what = "FAILED" if result.error else f"{result.seconds:.1f} s" if result.compiled else "there already"
+    click.echo(f"{result.arch} {result.cell.name}: {what}", err=True)
+
+
+class _CodecGroup(click.Group):
+    """Imports its command when it is used: the report needs torch, and matplotlib for its plot."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return ["report"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name != "report":
+            return None
+        command: click.Command = importlib.import_module("kernels.codec_report").report
+        return command
+
+
+codec_group = _CodecGroup("codec", help="Measure the KV codec.")
+
+
+if __name__ == "__main__":
+    kernels_group(prog_name="python -m kernels.cli")

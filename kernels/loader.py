@@ -1,0 +1,136 @@
+"""Runs a cell's kernels on a device: finds or compiles the cubin, loads it by CuPy, launches on torch's current stream.
+
+Launches make no allocation and no synchronisation, so they may be captured into a CUDA graph. Load before a capture
+(`load`, or one launch): loading a module is not allowed inside one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.cells import ARCHES, DECLARED, Cell
+from kernels.cubins import default_folder, ensure_cubin
+from kernels.errors import MachineError
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_SHARED_BYTES = 48 * 1024  # more than this must be asked for, per device
+
+
+class UnsupportedDeviceError(MachineError):
+    """No cubin that we compile runs on this GPU."""
+
+
+class LoadError(MachineError):
+    """CuPy is missing, or the driver refused a cubin."""
+
+
+def arch_for(major: int, minor: int) -> str:
+    """The arch whose cubin runs on compute capability `major`.`minor`. Raises UnsupportedDeviceError.
+
+    An arch with suffix "a" runs on exactly its own capability; another one also on later minors of its major.
+    """
+    best: tuple[int, str] | None = None
+    for arch in ARCHES:
+        found = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch)
+        assert found, arch
+        arch_major, arch_minor, exact = int(found[1]), int(found[2]), bool(found[3])
+        fits = arch_major == major and (arch_minor == minor if exact else arch_minor <= minor)
+        if fits and (best is None or arch_minor > best[0]):
+            best = (arch_minor, arch)
+    if best is None:
+        raise UnsupportedDeviceError(
+            "no kernel is compiled for this GPU",
+            given=f"compute capability {major}.{minor}",
+            allowed=", ".join(ARCHES),
+            action="add the arch to kernels/cells.py, or run in mode dense",
+        )
+    return best[1]
+
+
+def arch_of(device: torch.device) -> str:
+    """The arch for a CUDA device. Raises UnsupportedDeviceError."""
+    return arch_for(*torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def load(cell: Cell, device_index: int) -> dict[str, Any]:
+    """The cell's kernels on that device, by name, loaded once per process and device.
+
+    Compiles on demand where the cubin is not in the archive, and logs it. Raises UnsupportedDeviceError,
+    CompileError or ToolchainError (kernels/compiler.py), LoadError.
+    """
+    arch = arch_of(torch.device("cuda", device_index))
+    built = ensure_cubin(cell, arch, default_folder())
+    if built.compiled:
+        why = "declared, but not built ahead" if cell in DECLARED else "not a declared cell"
+        logger.warning("compiled on demand: %s for %s in %.1f s (%s)", cell.name, arch, built.seconds, why)
+    try:
+        import cupy
+    except ImportError as error:
+        raise LoadError(
+            "CuPy is needed to launch GPU kernels",
+            given=str(error),
+            allowed="cupy-cuda13x",
+            action='install it with: pip install "tailpack[gpu]"',
+        ) from error
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream().cuda_stream  # noqa: B018 - torch creates the primary context, CuPy joins it
+        try:
+            module = cupy.RawModule(path=str(built.path))
+            kernels = {name: module.get_function(name) for name in cell.kernels}
+            for kernel in kernels.values():
+                kernel.compile()  # resolves the name now, not at the first launch
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise LoadError(
+                f"the driver refuses {built.path}",
+                given=str(error),
+                allowed=f"a cubin for {arch}",
+                action="remove the file, so that it is compiled again, and check the driver's CUDA version",
+            ) from error
+    return kernels
+
+
+class _TorchStream(NamedTuple):
+    """A raw stream handle as CuPy takes it (the CUDA stream protocol)."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.handle)
+
+
+@functools.cache
+def _cupy_stream(handle: int, device_index: int) -> Any:
+    import cupy
+
+    return cupy.cuda.Stream.from_external(_TorchStream(handle))
+
+
+def launch(
+    cell: Cell,
+    kernel: str,
+    device: torch.device,
+    *,
+    ctas: int,
+    threads: int,
+    arguments: tuple[torch.Tensor | int, ...],
+    shared_bytes: int = 0,
+) -> None:
+    """Launch on torch's current stream of `device`; tensors pass as pointers, ints as 64-bit.
+
+    The caller has checked every argument. Raises what `load` raises, before anything runs.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    function = load(cell, index)[kernel]
+    values = tuple(np.int64(a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in arguments)
+    with torch.cuda.device(index), _cupy_stream(torch.cuda.current_stream().cuda_stream, index):
+        if shared_bytes > max(_DEFAULT_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
+            function.max_dynamic_shared_size_bytes = shared_bytes
+        function((ctas,), (threads,), values, shared_mem=shared_bytes)
