@@ -1,0 +1,104 @@
+"""The Ray actor around a worker. Ray places it, watches it and restarts it; no token travels through Ray.
+
+The constructor starts everything and always takes the same port, so a restart needs nobody's help: routers reconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import structlog
+
+from protos import logs, rpc
+from protos.errors import TailpackError
+from worker import shell
+from worker.config import WorkerConfig
+
+log = structlog.get_logger("worker")
+
+LAST_WORDS_S = 5.0
+"""How long a worker that could not start stays to tell ``ready`` why, before Ray restarts it."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a started worker says about itself."""
+
+    address: str
+    worker_id: str
+    incarnation: str
+    pid: int
+
+
+class WorkerActor:
+    """A worker in an actor process. Its server has a thread and event loop of its own; Ray's only hears the methods."""
+
+    def __init__(self, config: dict[str, Any], listen: str, drain_s: float, log_file: str | None = None) -> None:
+        """
+        Args:
+            config: WorkerConfig.to_dict().
+            listen: ``host:port`` with a fixed port.
+            drain_s: how long ``stop`` lets running sequences go on.
+            log_file: where this process's stderr goes; None leaves it to Ray.
+        """
+        if log_file is not None:
+            descriptor = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+        logs.configure("worker")
+        self._config = config
+        self._listen = listen
+        self._drain_s = drain_s
+        self._ready: concurrent.futures.Future[Ready] = concurrent.futures.Future()
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._stop: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        threading.Thread(target=self._main, name="worker", daemon=True).start()
+
+    async def ready(self) -> Ready:
+        """Waits until requests are taken. Raises the TailpackError that kept the worker from starting."""
+        return await asyncio.shield(asyncio.wrap_future(self._ready))
+
+    async def stop(self) -> None:
+        """Drains and takes everything down. The process stays, for Ray to end."""
+        if self._stop is not None:
+            loop, event = self._stop
+            loop.call_soon_threadsafe(event.set)
+            await asyncio.wrap_future(self._ended)
+
+    def _main(self) -> None:
+        try:
+            rpc.run(self._serve())
+        except BaseException as failure:  # the thread's boundary
+            named = isinstance(failure, TailpackError)
+            log.error("worker failed", error=str(failure), exc_info=None if named else failure)
+            if not self._ready.done():
+                self._ready.set_exception(failure)
+                time.sleep(LAST_WORDS_S)
+            os._exit(1)  # Ray restarts the actor; a half-dead worker must not linger
+        self._ended.set_result(None)
+
+    async def _serve(self) -> None:
+        stop = asyncio.Event()
+        self._stop = (asyncio.get_running_loop(), stop)
+        await shell.serve(
+            WorkerConfig.from_dict(self._config), self._listen, stop, on_ready=self._on_ready, drain_s=self._drain_s
+        )
+
+    def _on_ready(self, running: shell.Running) -> None:
+        self._ready.set_result(Ready(running.address, running.info.worker_id, running.info.incarnation, os.getpid()))
+
+
+def create(config: WorkerConfig, listen: str, *, drain_s: float, log_file: Path | None = None) -> Any:
+    """Starts a worker as a named actor of the current Ray namespace. Returns its handle at once; then ask ``ready``."""
+    remote = ray.remote(WorkerActor)
+    # num_cpus=0: Ray's idea of cores must not decide how many workers fit; max_restarts=-1: for ever.
+    options = remote.options(name=config.worker_id, num_cpus=0, max_restarts=-1, max_task_retries=0)
+    return options.remote(config.to_dict(), listen, drain_s, str(log_file) if log_file else None)

@@ -1,0 +1,130 @@
+"""Command lines of this package: ``tailpack up``, ``tailpack demo``, ``tailpack worker serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from protos import logs, rpc
+from protos.cli_options import HelpAllCommand, advanced_option
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def num_bytes(text: str) -> int:
+    """Reads 1048576, 512M, 1.5G, 2GiB. Units are powers of 1024."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size; examples: 1048576, 512M, 1.5G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@click.command(cls=HelpAllCommand)
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="How many workers.")
+@click.option(
+    "--model",
+    default="smollm2",
+    show_default=True,
+    help="What to serve: smollm2, a folder in the Hugging Face layout, or a GGUF file.",
+)
+@click.option("--listen", default="127.0.0.1:7700", show_default=True, help="Where the router listens.")
+@click.option(
+    "--kv-bytes", type=num_bytes, help="Memory of each worker's KV cache.  [default: what is free, at most 1G]"
+)
+@click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs.")
+@advanced_option("--name", help="What callers ask for.  [default: the model's]")
+@advanced_option("--dtype", default="float32", show_default=True, help="Of weights, activations and KV.")
+@advanced_option("--kv-mode", default="dense", show_default=True, help="How KV pages are kept.")
+@advanced_option("--max-running", default=16, show_default=True, help="Sequences that a worker's step can hold.")
+@advanced_option("--max-waiting", default=1024, show_default=True, help="Sequences that may queue at a worker.")
+@advanced_option("--max-sequence-tokens", default=0, help="Prompt and output together.  [default: the model's]")
+@advanced_option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens that a step may compute.")
+@advanced_option("--threads", default=0, help="Of each worker.  [default: the cores, divided by the workers]")
+@advanced_option("--drain-s", default=10.0, show_default=True, help="How long running answers may go on at the end.")
+@advanced_option("--ready-file", type=click.Path(path_type=Path), help="Write addresses and pids here when ready.")
+def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> None:
+    """Run a whole cluster on this machine: kvstore, workers under Ray, router.
+
+    Ctrl-C lets running answers end and stops everything; a second Ctrl-C ends everything at once.
+    """
+    from worker import up as supervisor
+
+    logs.configure("up")
+    sys.exit(supervisor.run(supervisor.ClusterConfig.of(model=model, listen=listen, **settings), ready_file))
+
+
+@click.command(cls=HelpAllCommand)
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 64), help="How many workers.")
+@click.option("--model", default="smollm2", show_default=True, help="As for `tailpack up`.")
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="One prompt a line.  [default: those of the package]",
+)
+@advanced_option("--max-tokens", default=64, show_default=True, type=click.IntRange(1), help="Of each answer.")
+@advanced_option("--kv-bytes", type=num_bytes, default="256M", show_default=True, help="Each worker's KV cache.")
+def demo(workers: int, model: str, prompts: Path | None, max_tokens: int, kv_bytes: int) -> None:
+    """Bring a cluster up, stream answers to some prompts, show what it took, stop it again."""
+    from worker import demo as show
+    from worker import up as supervisor
+
+    logs.configure("demo")
+    config = supervisor.ClusterConfig.of(
+        model=model, listen="127.0.0.1:0", workers=workers, kv_bytes=kv_bytes, drain_s=1.0
+    )
+    sys.exit(show.run(config, prompts, max_tokens))
+
+
+@click.group(name="worker")
+def worker_group() -> None:
+    """Run a worker by itself, without Ray."""
+
+
+@worker_group.command(cls=HelpAllCommand)
+@click.option("--model", required=True, help="As for `tailpack up`.")
+@click.option("--kv-socket", required=True, type=click.Path(path_type=Path), help="The kvstore's socket.")
+@click.option("--listen", default="127.0.0.1:0", show_default=True, help="host:port; port 0 takes a free one.")
+@click.option("--worker-id", default="worker-0", show_default=True)
+@click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs.")
+@advanced_option("--name", help="What callers ask for.  [default: the model's]")
+@advanced_option("--device", default="cpu:0", show_default=True)
+@advanced_option("--dtype", default="float32", show_default=True)
+@advanced_option("--kv-mode", default="dense", show_default=True)
+@advanced_option("--arena-bytes", type=num_bytes, default="1G", show_default=True)
+@advanced_option("--max-running", default=16, show_default=True)
+@advanced_option("--max-waiting", default=1024, show_default=True)
+@advanced_option("--max-sequence-tokens", default=0, help="[default: the model's]")
+@advanced_option("--prefill-chunk", default=256, show_default=True)
+@advanced_option("--threads", default=0, help="[default: one per core]")
+@advanced_option("--drain-s", default=30.0, show_default=True)
+def serve(model: str, listen: str, drain_s: float, name: str | None, **settings: Any) -> None:
+    """Serve one model from this process, in the foreground. SIGTERM or Ctrl-C drains it.
+
+    Prints one JSON line on stdout when it is ready.
+    """
+    from worker import shell, up
+    from worker.config import WorkerConfig
+
+    logs.configure("worker")
+    folder, default_name = up.resolve_model(model)
+    config = WorkerConfig.from_dict({"model": folder, "name": name or default_name, **settings})
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await shell.serve(config, listen, stop, on_ready=_print_ready, drain_s=drain_s)
+
+    rpc.run(main())
+
+
+def _print_ready(running: Any) -> None:
+    ready = {"ready": True, "address": running.address, "worker_id": running.info.worker_id}
+    print(json.dumps(ready), flush=True)

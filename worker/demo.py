@@ -1,0 +1,184 @@
+"""``tailpack demo``: a cluster, some answers streamed at the same time, what it took, and everything stopped again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import grpc
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.client import stats
+from protos import router_pb2, router_pb2_grpc, rpc, types_pb2
+from protos.errors import InvalidRequest, TailpackError
+from worker.up import Cluster, ClusterConfig, Interrupted, interruptible
+
+ANSWER_TIMEOUT_S = 120.0
+SAMPLE_S = 0.05
+
+
+@dataclass
+class Answer:
+    """One prompt's answer as far as it has come."""
+
+    prompt: str
+    text: str = ""
+    worker_id: str = ""
+    started: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    num_tokens: int = 0
+    prompt_tokens: int = 0
+    finished: bool = False
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of decoding: from the first token to the last."""
+        took = self.last_token - self.first_token
+        return (self.num_tokens - 1) / took if took > 0 else 0.0
+
+
+def run(config: ClusterConfig, prompts: Path | None, max_tokens: int) -> int:
+    """Runs the whole show. Returns the exit status."""
+    console = Console(highlight=False)
+    text = prompts.read_text("utf-8") if prompts else (files("worker") / "data" / "demo_prompts.txt").read_text("utf-8")
+    answers = [Answer(line.strip()) for line in text.splitlines() if line.strip()]
+    if not answers:
+        raise InvalidRequest("no prompts", given=prompts, allowed="one prompt a line")
+    cluster = Cluster(config, console)
+    with interruptible(cluster):
+        try:
+            with cluster:
+                started = time.monotonic()
+                peak = rpc.run(_answer_all(cluster, answers, max_tokens))
+                _report(console, answers, time.monotonic() - started, peak)
+            console.print("stopped")
+            return 0
+        except Interrupted:
+            console.print("stopped")
+            return 130
+        except TailpackError as failure:
+            Console(stderr=True, highlight=False).print(f"tailpack: {failure}", markup=False)
+            return 1
+
+
+async def _answer_all(cluster: Cluster, answers: list[Answer], max_tokens: int) -> str:
+    """Streams all answers at the same time. Returns the most KV pages that were in use, in words."""
+    pages = _Pages(cluster.kv_socket)
+    sampler = asyncio.create_task(pages.sample())
+    try:
+        async with rpc.channel(cluster.router_address) as channel:
+            stub = router_pb2_grpc.RouterStub(channel)
+            with _Screen(cluster.console, answers) as screen:
+                async with asyncio.TaskGroup() as group:
+                    for answer in answers:
+                        group.create_task(_answer(stub, answer, max_tokens, screen))
+                        await asyncio.sleep(0.2)
+    except* TailpackError as several:
+        raise several.exceptions[0] from None
+    finally:
+        sampler.cancel()
+    return pages.words()
+
+
+async def _answer(stub: router_pb2_grpc.RouterAsyncStub, answer: Answer, max_tokens: int, screen: _Screen) -> None:
+    request = router_pb2.GenerateRequest(
+        chat=router_pb2.Chat(messages=[router_pb2.ChatMessage(role="user", content=answer.prompt)]),
+        stop=types_pb2.StopConditions(max_tokens=max_tokens),
+    )
+    answer.started = time.monotonic()
+    call = stub.Generate(request, timeout=ANSWER_TIMEOUT_S)
+    try:
+        async for chunk in call:
+            answer.text += chunk.text
+            answer.worker_id = answer.worker_id or chunk.worker_id
+            if chunk.token_ids:
+                answer.last_token = time.monotonic()
+                answer.first_token = answer.first_token or answer.last_token
+                answer.num_tokens += len(chunk.token_ids)
+            if chunk.finish_reason:
+                answer.prompt_tokens = chunk.usage.prompt_tokens
+                answer.finished = True
+            screen.show(answer)
+    except grpc.RpcError as failure:
+        raise rpc.error_from(failure) from failure
+    finally:
+        call.cancel()
+
+
+class _Pages:
+    """Watches how many KV pages are in use."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._peak = 0
+        self._total = 0
+        self._page_bytes = 0
+
+    async def sample(self) -> None:
+        while True:
+            response = await asyncio.to_thread(stats, self._socket)
+            groups = [group for device in response.devices for group in device.groups]
+            self._total = sum(group.pages_total for group in groups)
+            self._page_bytes = max((group.page_bytes for group in groups), default=0)
+            self._peak = max(self._peak, sum(group.pages_open + group.pages_sealed for group in groups))
+            await asyncio.sleep(SAMPLE_S)
+
+    def words(self) -> str:
+        return f"{self._peak} of {self._total} pages at once ({self._page_bytes / (1 << 20):.1f} MiB, 128 tokens each)"
+
+
+class _Screen:
+    """Growing answers, side by side at a terminal; elsewhere each answer when it is whole."""
+
+    def __init__(self, console: Console, answers: list[Answer]) -> None:
+        self._console = console
+        self._answers = answers
+        self._live = Live(console=console, refresh_per_second=12) if console.is_terminal else None
+
+    def __enter__(self) -> _Screen:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, answer: Answer) -> None:
+        if self._live:
+            self._live.update(Group(*(_lines(a) for a in self._answers if a.started)))
+        elif answer.finished:
+            self._console.print(_lines(answer))
+
+
+def _lines(answer: Answer) -> Text:
+    cursor = "" if answer.finished else "▌"
+    text = " ".join(answer.text.split())
+    return Text.assemble((f"▸ {answer.prompt}\n", "bold"), f"  {text}{cursor}", ("", ""))
+
+
+def _report(console: Console, answers: list[Answer], took_s: float, pages: str) -> None:
+    table = Table("prompt", "worker", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for column in ("tokens in", "tokens out", "first token", "tokens/s", "KV pages"):
+        table.add_column(column, justify="right")
+    for answer in answers:
+        table.add_row(
+            answer.prompt if len(answer.prompt) <= 40 else f"{answer.prompt[:39]}…",
+            answer.worker_id,
+            str(answer.prompt_tokens),
+            str(answer.num_tokens),
+            f"{(answer.first_token - answer.started) * 1e3:.0f} ms",
+            f"{answer.tokens_per_s:.1f}",
+            str(-(-(answer.prompt_tokens + answer.num_tokens) // 128)),
+        )
+    total = sum(answer.num_tokens for answer in answers)
+    console.print()
+    console.print(table)
+    console.print(f"\n{total} tokens in {took_s:.1f} s, {total / took_s:.1f} tokens/s; KV: {pages}")

@@ -1,0 +1,166 @@
+"""One worker in one process: model, attachment, engine, server, brought up in this order and taken down in reverse.
+
+The same shell runs inside a Ray actor (worker/actor.py) and alone (`tailpack worker serve`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from kvstore.client import Attachment, attach
+from protos import rpc, types_pb2, worker_pb2_grpc
+from protos.errors import KvStoreLost, PreconditionFailed, TailpackError
+from worker.config import WorkerConfig
+from worker.engine import Engine
+from worker.service import SERVICE, WorkerService
+from worker.sessions import Sessions
+from worker.weights import Model, load_model
+
+log = structlog.get_logger("worker")
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the engine thread may hold the GIL while the event loop waits for it (Python's default is 5 ms)."""
+
+ATTACH_RETRY_S = 5.0
+ENGINE_STOP_S = 30.0  # the step it is in: at most one prefill chunk
+
+
+@dataclass(frozen=True)
+class Running:
+    """A worker that is ready."""
+
+    address: str
+    info: types_pb2.WorkerInfo
+
+
+async def serve(
+    config: WorkerConfig,
+    listen: str,
+    stop: asyncio.Event,
+    *,
+    on_ready: Callable[[Running], None],
+    drain_s: float = 30.0,
+) -> None:
+    """Runs a worker until ``stop`` is set, then drains it: running sequences have ``drain_s`` seconds to end.
+
+    Args:
+        listen: ``host:port``; port 0 takes a free one.
+        on_ready: called once, when requests are taken.
+
+    Raises:
+        ConfigError, ModelError, PreconditionFailed, CapacityError: it cannot start.
+        KvStoreLost: the kvstore went away; the mapped memory is no longer this worker's.
+        InternalError: the engine stopped at a broken invariant.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(config.num_threads)
+    rpc.check_free(listen)  # before minutes of loading weights, not after
+    loop = asyncio.get_running_loop()
+    broken: asyncio.Future[TailpackError] = loop.create_future()
+
+    def settle(why: TailpackError) -> None:
+        if not broken.done():
+            broken.set_result(why)
+
+    def break_down(why: TailpackError) -> None:  # any thread
+        loop.call_soon_threadsafe(settle, why)
+
+    model = await asyncio.to_thread(load_model, config)
+    attachment = await asyncio.to_thread(_attach, config, model, break_down)
+    with attachment:
+        sessions = Sessions(loop)
+        engine = Engine(
+            config,
+            model,
+            attachment,
+            sessions.emit,
+            on_failed=break_down,
+        )
+        info = _info(config, model)
+        service = WorkerService(engine, sessions, info)
+        server = rpc.RpcServer("worker")
+        server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, SERVICE)
+        engine.start()
+        try:
+            address = await server.start(listen)
+            await server.set_ready(True)
+            log.info("worker ready", worker=config.worker_id, address=address, incarnation=info.incarnation)
+            on_ready(Running(address, info))
+            if not await _until_stopped(stop, broken):
+                await server.set_ready(False)
+                service.drain("the worker is stopping")
+                await _drained(engine, broken, drain_s)
+            if broken.done():
+                engine.stop_because(broken.result())  # sequences end by name; harmless when it is the engine's own
+                await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
+            sessions.end()
+            await server.stop(1.0)
+        finally:
+            await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
+    if broken.done():
+        raise broken.result()
+
+
+def _attach(config: WorkerConfig, model: Model, break_down: Callable[[TailpackError], None]) -> Attachment:
+    """Attaches. A predecessor killed a moment ago may still be in the store's books, so DEVICE_BUSY is retried."""
+    deadline = time.monotonic() + ATTACH_RETRY_S
+    while True:
+        try:
+            return attach(
+                config.kv_socket,
+                worker_id=config.worker_id,
+                device=config.device,
+                geometry=model.geometry,
+                arena_bytes=config.arena_bytes,
+                max_sequences=config.max_running,
+                max_sequence_tokens=model.info.max_sequence_tokens,
+                weights_digest=model.info.weights_digest,
+                on_lost=lambda why: break_down(KvStoreLost("the kvstore is gone", hint=why)),
+            )
+        except PreconditionFailed as refused:
+            if refused.reason != "DEVICE_BUSY" or time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def _info(config: WorkerConfig, model: Model) -> types_pb2.WorkerInfo:
+    return types_pb2.WorkerInfo(
+        worker_id=config.worker_id,
+        incarnation=secrets.token_hex(8),
+        model=model.info,
+        kv_mode=config.kv_mode,
+        device=config.device,
+        geometry_digest=model.geometry.digest(),
+        deterministic=config.deterministic,
+        max_running=config.max_running,
+        features=["logprobs", "seed", "emitted_token_ids"],
+    )
+
+
+async def _until_stopped(stop: asyncio.Event, broken: asyncio.Future[TailpackError]) -> bool:
+    """Waits; True when the worker broke."""
+    waiting = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((waiting, broken), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    return broken.done()
+
+
+async def _drained(engine: Engine, broken: asyncio.Future[TailpackError], limit_s: float) -> None:
+    """Waits until no sequence runs or waits, at most ``limit_s`` seconds."""
+    deadline = asyncio.get_running_loop().time() + limit_s
+    while (load := engine.load()).num_running + load.num_waiting:
+        left_s = deadline - asyncio.get_running_loop().time()
+        if left_s <= 0 or broken.done():
+            log.warning("sequences cut short", running=load.num_running, waiting=load.num_waiting)
+            return
+        await asyncio.sleep(min(0.05, left_s))
