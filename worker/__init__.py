@@ -1,1 +1,1 @@
-"""One model on one device: weights and compute; token ids in, token ids out."""
+"""The worker: one model on one device. Token ids in, token ids out; it maps the KV memory and does not own it."""

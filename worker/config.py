@@ -1,0 +1,122 @@
+"""The worker's settings: frozen, complete at start, every bad value fatal by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.geometry import COMPILED_MODES, ITEM_BYTES
+from protos.errors import ConfigError
+
+_FALSE = {"0", "false", "no", "off", ""}
+_TRUE = {"1", "true", "yes", "on"}
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One worker.
+
+    Attributes:
+        model: folder in the Hugging Face layout: config.json and *.safetensors.
+        name: what callers ask for.
+        kv_socket: the kvstore's gRPC socket.
+        worker_id: unique in the cluster.
+        dtype: of weights, activations and KV; "auto" takes the model's own.
+        kv_mode: how KV pages are kept (DESIGN.md 3.1).
+        arena_bytes: for all KV arenas together.
+        max_running: sequences that a step can hold.
+        max_waiting: sequences that may queue behind them; more are refused (QUEUE_FULL).
+        max_sequence_tokens: prompt and output together; 0 takes the model's.
+        prefill_chunk: prompt tokens that one step may compute. In deterministic mode it counts in whole spans of 128
+            tokens, at least one, and does not change any result.
+        deterministic: results of a sequence do not depend on its batch mates (DESIGN.md 3.5).
+        device: "cpu:0".
+        threads: of the tensor library; 0 takes one per core.
+    """
+
+    model: Path
+    name: str
+    kv_socket: Path
+    worker_id: str
+    dtype: str = "float32"
+    kv_mode: str = "dense"
+    arena_bytes: int = 1 << 30
+    max_running: int = 16
+    max_waiting: int = 1024
+    max_sequence_tokens: int = 0
+    prefill_chunk: int = 256
+    deterministic: bool = False
+    device: str = "cpu:0"
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, ("auto", *ITEM_BYTES))
+        _choice("kv_mode", self.kv_mode, COMPILED_MODES)
+        for name in ("name", "worker_id"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty", given="''", allowed="a name")
+        if not self.device.startswith("cpu:") or not self.device[4:].isdigit():
+            raise ConfigError("device is not built", given=self.device, allowed="cpu:0, cpu:1, ...")
+        for name, least, most in (
+            ("arena_bytes", 1, 1 << 50),
+            ("max_running", 1, 4096),
+            ("max_waiting", 0, 1 << 20),
+            ("max_sequence_tokens", 0, 1 << 24),
+            ("prefill_chunk", 1, 1 << 20),
+            ("threads", 0, 1024),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is out of its range", given=value, allowed=f"{least} to {most}")
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads or len(os.sched_getaffinity(0))
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> WorkerConfig:
+        """Builds a config from parsed settings; strings are read as the field's type.
+
+        Raises:
+            ConfigError: a key is unknown, one is missing, or a value does not read as its type.
+        """
+        fields = {f.name: f for f in dataclasses.fields(WorkerConfig)}
+        unknown = sorted(set(values) - set(fields))
+        if unknown:
+            raise ConfigError("unknown setting", given=", ".join(unknown), allowed=", ".join(fields))
+        missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
+        if missing:
+            raise ConfigError("a setting is missing", given=", ".join(values), allowed=f"also {', '.join(missing)}")
+        return WorkerConfig(**{name: _read(name, str(fields[name].type), value) for name, value in values.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that ``from_dict`` takes back."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(self).items()}
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is not known", given=value, allowed=", ".join(allowed))
+
+
+def _read(name: str, kind: str, value: Any) -> Any:
+    if kind == "Path" and isinstance(value, str | Path) and str(value):
+        return Path(value)
+    if kind == "str" and isinstance(value, str):
+        return value
+    if kind == "bool":
+        if isinstance(value, bool):
+            return value
+        text = str(value).strip().lower()
+        if text in _FALSE or text in _TRUE:
+            return text in _TRUE
+    if kind == "int" and not isinstance(value, bool | float):
+        try:
+            return int(value)
+        except (TypeError, ValueError):
+            pass
+    raise ConfigError(f"{name} does not read as {kind}", given=repr(value), allowed=kind)

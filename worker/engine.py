@@ -1,0 +1,458 @@
+"""The engine: one thread that owns the compute and every sequence. ``Engine.step`` is the table of contents.
+
+Other threads only leave things in the inbox: submissions, aborts, the news that the kvstore is gone. What they are told
+comes back through ``emit``, once a step.
+
+Errors: a bad request is answered and hurts nobody else. A broken invariant, an exception of the model included, stops
+the engine: every sequence ends with the error, ``failed`` is set, and the process is expected to go.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+import torch
+
+from kvstore.client import Admitted, Attachment, OpenRequest
+from protos import types_pb2
+from protos.errors import (
+    AlreadyExists,
+    CapacityError,
+    InternalError,
+    InvalidRequest,
+    KvStoreLost,
+    TailpackError,
+    WorkerLost,
+)
+from protos.page_hash import PAGE_TOKENS
+from worker.config import WorkerConfig
+from worker.kv_view import KvView
+from worker.model_runner import ModelRunner
+from worker.sampler import Draw, Drawn, sample
+from worker.scheduler import Work, schedule
+from worker.sequence import Load, Output, Request, Sequence, StepResult, finish_reason, validate
+from worker.weights import Model
+
+log = structlog.get_logger("engine")
+
+IDLE_REPORT_S = 1.0
+ADMISSION_RETRY_S = 0.05  # waiting sequences, nothing running: somebody else holds what they need
+
+
+class Engine:
+    """Continuous batching over one model and one attachment.
+
+    Args:
+        config: limits and mode.
+        model: loaded weights; its geometry is the attachment's.
+        attachment: the KV memory. The engine uses it until ``stop`` returns and does not close it.
+        emit: called from the engine thread after each step, and once a second while idle.
+        on_failed: called once, from the engine thread, with the error that stopped the engine.
+
+    Raises:
+        PreconditionFailed: deterministic mode does not hold on this machine (NOT_DETERMINISTIC).
+        ConfigError: the arenas do not fit the model's geometry.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: Model,
+        attachment: Attachment,
+        emit: Callable[[StepResult], None],
+        on_failed: Callable[[TailpackError], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._attachment = attachment
+        self._emit = emit
+        self._on_failed = on_failed
+        torch.set_num_threads(config.num_threads)
+        with torch.inference_mode():
+            kv = KvView(model.geometry, attachment.arenas)
+            self._runner = ModelRunner(model.network, kv, deterministic=config.deterministic)
+        self.failed = threading.Event()
+        self.failure: TailpackError | None = None
+        self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
+
+        # Shared with other threads, under the lock.
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._stop_error: TailpackError | None = None
+        self._inbox: list[Sequence] = []
+        self._known: dict[str, Sequence] = {}  # every sequence that has not finished, by request id
+        self._to_abort: list[Sequence] = []
+        self._refusals: list[Output] = []
+        self._load = Load()
+
+        # The engine thread's own.
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # oldest first
+        self._outputs: list[Output] = []
+        self._admission_blocked = False  # the oldest waiting sequence was refused, and nothing was released since
+        self._counters = Load()
+
+    # --- any thread ---
+
+    def start(self) -> None:
+        self._publish_load()
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread after the step it is in; sequences that still run end with WORKER_LOST.
+
+        Raises:
+            InternalError: the thread did not end in time.
+        """
+        with self._lock:
+            self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise InternalError("the engine did not stop in time", given=f"{timeout_s} s")
+
+    def submit(self, request: Request) -> None:
+        """Enqueues. A request that is refused is answered by an Output with FINISH_REASON_ERROR.
+
+        Raises:
+            WorkerLost: the engine has stopped; nobody would answer.
+        """
+        refusal: TailpackError | None = None
+        try:
+            validate(request, self._model.info)
+        except InvalidRequest as error:
+            refusal = error
+        if refusal is None and request.sampling.seed is None and not request.sampling.greedy:
+            request = request.with_seed(secrets.randbits(64))
+        with self._lock:
+            if self._stopping or self.failed.is_set():
+                raise WorkerLost("the engine has stopped", hint=str(self.failure) if self.failure else None)
+            refusal = refusal or self._refusal(request)
+            if refusal is None:
+                sequence = Sequence(request, self._max_total_tokens(request), time.monotonic_ns())
+                self._known[request.request_id] = sequence
+                self._inbox.append(sequence)
+            else:
+                self._refusals.append(_refused(request, refusal))
+        self._wake.set()
+
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
+        """Ends a sequence before the next step. False when no such sequence runs or waits here (for that tenant)."""
+        with self._lock:
+            sequence = self._known.get(request_id)
+            if sequence is None or (tenant is not None and tenant != sequence.request.tenant):
+                return False
+            self._to_abort.append(sequence)
+        self._wake.set()
+        return True
+
+    def abort_owner(self, owner: str) -> None:
+        """Ends all sequences that this router session submitted."""
+        with self._lock:
+            self._to_abort += [s for s in self._known.values() if s.request.owner == owner]
+        self._wake.set()
+
+    def stop_because(self, error: TailpackError) -> None:
+        """Ends all sequences with ``error`` and stops the engine: for what only others notice, as the kvstore's end."""
+        with self._lock:
+            self._stop_error = self._stop_error or error
+        self._wake.set()
+
+    def load(self) -> Load:
+        """A copy of the state after the last step; sequences that came in since count as waiting."""
+        with self._lock:
+            load = Load()
+            load.CopyFrom(self._load)
+            load.num_waiting += len(self._inbox)
+            load.queued_tokens += sum(s.num_uncomputed for s in self._inbox)
+        return load
+
+    def _refusal(self, request: Request) -> TailpackError | None:
+        if request.request_id in self._known:
+            return AlreadyExists("this request_id runs here", reason="DUPLICATE_REQUEST", given=request.request_id)
+        limit = self._config.max_running + self._config.max_waiting
+        if len(self._known) >= limit:
+            return CapacityError(
+                "the worker's queue is full",
+                reason="QUEUE_FULL",
+                given=f"{len(self._known)} sequences",
+                allowed=limit,
+                retry_after_ms=1000,
+            )
+        return None
+
+    def _max_total_tokens(self, request: Request) -> int:
+        return min(len(request.prompt) + request.stop.max_tokens, self._model.info.max_sequence_tokens)
+
+    # --- the engine thread ---
+
+    def _run_thread(self) -> None:
+        torch.set_num_threads(self._config.num_threads)
+        error: TailpackError = WorkerLost("the worker is stopping", hint="send the request to another worker")
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    if not self._has_work():
+                        self._wait()
+                    self.step()
+        except KvStoreLost as lost:
+            error = lost
+        except TailpackError as known:
+            log.error("engine stopped", exc_info=True)
+            error = known if isinstance(known, InternalError | WorkerLost) else _internal(known)
+        except BaseException as broken:  # whatever it is, every sequence must hear of it
+            log.error("engine stopped by a broken invariant", exc_info=True)
+            error = _internal(broken)
+        self._end_all(error, failed=not self._stopping)
+
+    def _has_work(self) -> bool:
+        with self._lock:
+            inbox = bool(self._inbox or self._to_abort or self._refusals or self._stop_error)
+        return inbox or bool(self._running)
+
+    def _wait(self) -> None:
+        self._wake.wait(ADMISSION_RETRY_S if self._waiting else IDLE_REPORT_S)
+        self._admission_blocked = False
+
+    def step(self) -> None:
+        """One step of the engine. Called by the engine thread; tests call it instead of ``start``."""
+        began_ns = time.monotonic_ns()
+        self._take_inbox()
+        self._admit()
+        work = schedule(
+            self._running, prefill_budget=self._config.prefill_chunk, deterministic=self._config.deterministic
+        )
+        if work:
+            self._reserve(work)
+            self._mark_first_run(work)
+            logits = self._runner.run(work)
+            drawn = sample(logits, [_draw(w.sequence) for w in work if w.wants_logits])
+            self._commit(work, drawn)
+            self._counters.num_steps += 1
+            self._counters.last_step_ns = time.monotonic_ns() - began_ns
+        self._publish()
+
+    def _take_inbox(self) -> None:
+        self._wake.clear()
+        with self._lock:
+            if self._stop_error is not None:
+                raise self._stop_error
+            self._waiting += self._inbox
+            self._inbox.clear()
+            to_abort, self._to_abort = self._to_abort, []
+            self._outputs += self._refusals
+            self._counters.sequences_failed += len(self._refusals)
+            self._refusals.clear()
+        for sequence in to_abort:
+            if not sequence.finished:
+                self._finish(sequence, types_pb2.FINISH_REASON_ABORTED)
+
+    def _admit(self) -> None:
+        """Oldest first, and nobody overtakes: else a large sequence would wait for ever behind small ones."""
+        while self._waiting and len(self._running) < self._config.max_running and not self._admission_blocked:
+            sequence = self._waiting[0]
+            request = sequence.request
+            try:
+                (answer,) = self._attachment.open(
+                    [
+                        OpenRequest(
+                            request_id=request.request_id,
+                            tenant_salt=request.tenant,
+                            prompt_token_ids=request.prompt,
+                            max_tokens=sequence.max_total_tokens,
+                            frozen_request=request.frozen(),
+                        )
+                    ]
+                )
+            except InvalidRequest as malformed:
+                self._finish(sequence, types_pb2.FINISH_REASON_ERROR, malformed)
+                continue
+            if isinstance(answer, Admitted):
+                self._waiting.popleft()
+                self._running.append(sequence)
+                sequence.slot = answer.slot
+                sequence.pages = {group.name: [] for group in self._model.geometry.groups}
+                self._attachment.control.append_tokens(sequence.slot, request.emitted)
+            elif answer.short_group and answer.pages_needed > answer.pages_total:
+                error = CapacityError(
+                    "the sequence is larger than all KV memory of this worker",
+                    reason="SEQUENCE_TOO_LARGE",
+                    given=f"{answer.pages_needed} pages of group {answer.short_group!r} at worst",
+                    allowed=f"at most {answer.pages_total} pages, {answer.pages_total * PAGE_TOKENS} tokens",
+                    hint="ask for fewer max_tokens, or give the worker more arena_bytes",
+                )
+                self._finish(sequence, types_pb2.FINISH_REASON_ERROR, error)
+            else:
+                self._admission_blocked = True
+
+    def _reserve(self, work: list[Work]) -> None:
+        """Pages for every token of the step, in one call, and none for most steps."""
+        wanted = [(w.sequence.slot, w.end) for w in work if w.end > w.sequence.num_reserved]
+        if not wanted:
+            return
+        new_pages = self._attachment.reserve(wanted)
+        for w in work:
+            for group, page_ids in new_pages.get(w.sequence.slot, {}).items():
+                w.sequence.pages[group] += page_ids
+            w.sequence.num_reserved = min(map(len, w.sequence.pages.values())) * PAGE_TOKENS
+            if w.sequence.num_reserved < w.end:
+                raise InternalError("the kvstore reserved too little", given=w.sequence.num_reserved, allowed=w.end)
+
+    def _mark_first_run(self, work: list[Work]) -> None:
+        now_ns = time.monotonic_ns()
+        for w in work:
+            w.sequence.first_run_ns = w.sequence.first_run_ns or now_ns
+
+    def _commit(self, work: list[Work], drawn: list[Drawn]) -> None:
+        """Rows are written; now the token log, the commit word, whole pages, and what goes out, in this order."""
+        control = self._attachment.control
+        now_ns = time.monotonic_ns()
+        fresh = iter(drawn)
+        ends: list[tuple[Sequence, Drawn]] = []
+        for w in work:
+            sequence = w.sequence
+            new = next(fresh) if w.wants_logits else None
+            self._counters.prompt_tokens += max(0, min(w.end, sequence.num_prompt) - sequence.num_computed)
+            sequence.num_computed = w.end
+            if new is not None:
+                sequence.token_ids.append(new.token_id)
+                control.append_tokens(sequence.slot, [new.token_id])
+                ends.append((sequence, new))
+            control.commit(sequence.slot, sequence.num_computed)
+        self._seal(work)
+        for sequence, new in ends:
+            sequence.first_token_ns = sequence.first_token_ns or now_ns
+            sequence.last_token_ns = now_ns
+            self._counters.tokens_emitted += 1
+            reason = finish_reason(sequence, self._model.eos_token_ids)
+            if reason == types_pb2.FINISH_REASON_UNSPECIFIED:
+                self._outputs.append(_output(sequence, new))
+            else:
+                self._finish(sequence, reason, new=new)
+
+    def _seal(self, work: list[Work]) -> None:
+        whole = [w.sequence for w in work if w.sequence.num_computed - w.sequence.num_sealed >= PAGE_TOKENS]
+        if whole:
+            self._attachment.seal([(s.slot, s.num_computed) for s in whole])
+            for sequence in whole:
+                sequence.num_sealed = sequence.num_computed // PAGE_TOKENS * PAGE_TOKENS
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: types_pb2.FinishReason.ValueType,
+        error: TailpackError | None = None,
+        new: Drawn | None = None,
+    ) -> None:
+        """The only place where a sequence ends: takes it out of every list, frees what it holds, says the last word."""
+        assert not sequence.finished
+        sequence.finished = True
+        with self._lock:
+            del self._known[sequence.request.request_id]
+            if sequence in self._inbox:
+                self._inbox.remove(sequence)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        try:
+            if sequence in self._running:
+                self._running.remove(sequence)
+                self._attachment.release([sequence.slot])
+                self._admission_blocked = False
+        finally:
+            if reason == types_pb2.FINISH_REASON_ABORTED:
+                self._counters.sequences_aborted += 1
+            elif reason == types_pb2.FINISH_REASON_ERROR:
+                self._counters.sequences_failed += 1
+            else:
+                self._counters.sequences_finished += 1
+            self._outputs.append(_output(sequence, new, reason, error))
+
+    def _end_all(self, error: TailpackError, *, failed: bool) -> None:
+        """The engine's end: every sequence hears of it, whatever state it is in."""
+        with self._lock:
+            self.failure = error if failed else None
+            if failed:
+                self.failed.set()
+            self._stopping = True  # from here on submit raises
+            self._outputs += self._refusals
+            self._refusals.clear()
+            left = list(self._known.values())
+        for sequence in left:
+            try:
+                self._finish(sequence, types_pb2.FINISH_REASON_ERROR, error)
+            except TailpackError as lost:  # the store frees it with the attachment
+                log.warning("not released", request_id=sequence.request.request_id, why=str(lost))
+        self._waiting.clear()
+        self._publish()
+        if failed and self._on_failed is not None:
+            self._on_failed(error)
+
+    def _publish(self) -> None:
+        self._publish_load()
+        outputs, self._outputs = tuple(self._outputs), []
+        self._emit(StepResult(outputs, self.load()))
+
+    def _publish_load(self) -> None:
+        load = Load()
+        load.CopyFrom(self._counters)
+        load.num_running, load.num_waiting = len(self._running), len(self._waiting)
+        load.queued_tokens = sum(
+            max(0, s.num_prompt - s.num_computed) for sequences in (self._running, self._waiting) for s in sequences
+        )
+        promised = sum(-(-s.max_total_tokens // PAGE_TOKENS) for s in self._running)
+        scarcest = min(self._attachment.arenas.values(), key=lambda arena: arena.num_pages)
+        load.pages_total = scarcest.num_pages
+        load.pages_free = max(0, scarcest.num_pages - promised)
+        with self._lock:
+            self._load = load
+
+
+def _draw(sequence: Sequence) -> Draw:
+    return Draw(sequence.request.sampling, sequence.token_ids)
+
+
+def _output(
+    sequence: Sequence,
+    new: Drawn | None,
+    reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED,
+    error: TailpackError | None = None,
+) -> Output:
+    last = reason != types_pb2.FINISH_REASON_UNSPECIFIED
+    sampled = not sequence.request.sampling.greedy
+    seed = sequence.request.sampling.seed if sampled and not sequence.seed_reported else None
+    sequence.seed_reported = True
+    return Output(
+        request_id=sequence.request.request_id,
+        owner=sequence.request.owner,
+        token_offset=sequence.num_emitted - (new is not None),
+        token_ids=(new.token_id,) if new is not None else (),
+        logprobs=(new.logprobs,) if new is not None and new.logprobs is not None else (),
+        finish_reason=reason,
+        error=error,
+        usage=sequence.usage() if last else None,
+        timings=sequence.timings(time.monotonic_ns()) if last else None,
+        seed=seed,
+    )
+
+
+def _refused(request: Request, error: TailpackError) -> Output:
+    return Output(
+        request_id=request.request_id,
+        owner=request.owner,
+        token_offset=len(request.emitted),
+        finish_reason=types_pb2.FINISH_REASON_ERROR,
+        error=error,
+        usage=types_pb2.Usage(prompt_tokens=len(request.prompt), output_tokens=len(request.emitted)),
+        timings=types_pb2.Timings(),
+    )
+
+
+def _internal(error: BaseException) -> InternalError:
+    return InternalError("the engine met a broken invariant", given=f"{type(error).__name__}: {error}")

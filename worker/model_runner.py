@@ -1,0 +1,85 @@
+"""Runs the model over a step's work: from sequences to a batch, from a batch to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from protos.errors import PreconditionFailed
+from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
+from worker.kv_view import KvView
+from worker.models.llama import GROUP, Llama
+from worker.scheduler import Work
+
+
+class ModelRunner:
+    """The model and the memory it writes to. Used by the engine thread only.
+
+    Raises (constructor, deterministic mode):
+        PreconditionFailed: NOT_DETERMINISTIC, see ``check_tiles``.
+    """
+
+    def __init__(self, network: Llama, kv: KvView, *, deterministic: bool) -> None:
+        self._network = network
+        self._kv = kv
+        self._deterministic = deterministic
+        if deterministic:
+            check_tiles(network)
+
+    def run(self, work: Sequence[Work]) -> torch.Tensor:
+        """Writes the KV rows of all work; returns logits [S, vocab_size] float32 of those that want them, in order."""
+        spans = [
+            SpanWork(
+                token_ids=w.sequence.token_ids[w.sequence.num_computed : w.end],
+                start=w.sequence.num_computed,
+                pages=w.sequence.pages[GROUP],
+                is_prompt=w.sequence.num_computed < w.sequence.num_prompt,
+                wants_logits=w.wants_logits,
+            )
+            for w in work
+        ]
+        return self._network.forward(build_batch(spans, deterministic=self._deterministic), self._kv)
+
+
+def check_tiles(network: Llama) -> None:
+    """Proves on this machine what deterministic mode rests on: a row's bits do not depend on its place or its mates.
+
+    For every tile size, runs the row-wise parts of a layer and the output matrix over random rows, then over the same
+    rows in another order among other mates, and compares bits.
+
+    Raises:
+        PreconditionFailed: NOT_DETERMINISTIC, naming the part and the tile size.
+    """
+    generator = torch.Generator().manual_seed(20260101)
+    for rows in TILE_ROWS:
+        for trial in range(3):
+            ours = torch.randn(rows, network.config.hidden, generator=generator).to(network.embed.dtype)
+            order = torch.randperm(rows, generator=generator)
+            mates = torch.randn(rows, network.config.hidden, generator=generator).to(ours.dtype)
+            kept = torch.arange(rows) < max(1, rows // (trial + 1))  # all, half, a third keep their contents
+            moved = torch.where(kept.unsqueeze(1), ours, mates)[order]
+            for part, first, second in zip(
+                ("layer", "output"), _row_parts(network, ours), _row_parts(network, moved), strict=True
+            ):
+                if not torch.equal(first[order][kept[order]], second[kept[order]]):
+                    raise PreconditionFailed(
+                        "deterministic mode does not hold on this machine",
+                        reason="NOT_DETERMINISTIC",
+                        given=f"a row of the {part} changes with its place in a tile of {rows} rows",
+                        allowed="results that depend on the row alone",
+                        hint="try another number of threads, or run without deterministic mode",
+                    )
+
+
+def _row_parts(network: Llama, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, hidden] through layer 0 without attention (V stands in for it), and through the output matrix."""
+    rows, config, layer = len(x), network.config, network.layers[0]
+    empty = torch.empty(0, dtype=torch.int64)
+    tiles = ((0, rows),)
+    batch = Batch(empty, empty, tiles, (), None, empty, empty, empty, tiles, rows)
+    cos, sin = network.cos[5:6], network.sin[5:6]  # one position for all rows
+    q, k, v = network.project(layer, x, cos, sin, batch)
+    mixed = q + (k + v).repeat_interleave(config.q_heads // config.kv_heads, dim=1)
+    out = network.feed_forward(layer, x, mixed, batch)
+    return out, network.logits(out, batch) if rows == DECODE_TILE else out

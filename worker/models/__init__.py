@@ -1,0 +1,1 @@
+"""Model families. Each is plain PyTorch over a ``Batch`` and a ``KvView``."""

@@ -1,0 +1,251 @@
+"""The llama family: llama, mistral, qwen2 (bias on q, k, v), qwen3 (norm on q and k). Plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kvstore.geometry import CacheGeometry, LayerGroup, Region
+from protos.errors import ModelError
+from worker.batch import Batch
+from worker.kv_view import KvView
+from worker.models.attention import attend
+from worker.models.layers import linear, rms_norm, rope_tables, rotate
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+GROUP = "full"
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """What config.json says about the shapes; ``parse`` refuses by name what the family does not do."""
+
+    model_type: str
+    num_layers: int
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @staticmethod
+    def parse(config: Mapping[str, Any]) -> LlamaConfig:
+        """Raises ModelError: a key is missing or of the wrong kind, or it asks for what is not built."""
+        kind = str(config.get("model_type"))
+        hidden, q_heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
+        attention_bias = bool(config.get("attention_bias", False))
+        parsed = LlamaConfig(
+            model_type=kind,
+            num_layers=_integer(config, "num_hidden_layers"),
+            hidden=hidden,
+            intermediate=_integer(config, "intermediate_size"),
+            q_heads=q_heads,
+            kv_heads=_integer(config, "num_key_value_heads", q_heads),
+            head_dim=_integer(config, "head_dim", 128 if kind == "qwen3" else hidden // q_heads),
+            vocab_size=_integer(config, "vocab_size"),
+            max_positions=_integer(config, "max_position_embeddings"),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or attention_bias,
+            o_bias=kind != "qwen2" and attention_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+        )
+        if parsed.q_heads % parsed.kv_heads or parsed.head_dim % 2:
+            raise ModelError(
+                "the heads do not fit together",
+                given=f"{parsed.q_heads} query heads, {parsed.kv_heads} KV heads, head_dim {parsed.head_dim}",
+                allowed="query heads a multiple of KV heads, head_dim even",
+            )
+        if config.get("hidden_act", "silu") != "silu":
+            raise ModelError("this activation is not built", given=config["hidden_act"], allowed="silu")
+        return parsed
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that the weights must hold, in Hugging Face's naming."""
+        q, kv, hidden = self.q_heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, hidden),
+            "model.norm.weight": (hidden,),
+        }
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        for layer in range(self.num_layers):
+            at = f"model.layers.{layer}."
+            shapes[at + "input_layernorm.weight"] = shapes[at + "post_attention_layernorm.weight"] = (hidden,)
+            for name, out, inside, bias in (
+                ("self_attn.q_proj", q, hidden, self.qkv_bias),
+                ("self_attn.k_proj", kv, hidden, self.qkv_bias),
+                ("self_attn.v_proj", kv, hidden, self.qkv_bias),
+                ("self_attn.o_proj", hidden, q, self.o_bias),
+                ("mlp.gate_proj", self.intermediate, hidden, self.mlp_bias),
+                ("mlp.up_proj", self.intermediate, hidden, self.mlp_bias),
+                ("mlp.down_proj", hidden, self.intermediate, self.mlp_bias),
+            ):
+                shapes[f"{at}{name}.weight"] = (out, inside)
+                if bias:
+                    shapes[f"{at}{name}.bias"] = (out,)
+            if self.qk_norm:
+                shapes[at + "self_attn.q_norm.weight"] = shapes[at + "self_attn.k_norm.weight"] = (self.head_dim,)
+        return shapes
+
+    def geometry(self, dtype: str, kv_mode: str) -> CacheGeometry:
+        """One layer group: every layer keeps K and V of every token."""
+        regions = tuple(
+            Region(layer=layer, kind=kind, heads=self.kv_heads, dim=self.head_dim, dtype=dtype)
+            for layer in range(self.num_layers)
+            for kind in ("k", "v")
+        )
+        return CacheGeometry((LayerGroup(GROUP, regions, mode=kv_mode),))
+
+
+def check_window(config: Mapping[str, Any], max_sequence_tokens: int) -> None:
+    """Refuses a sliding window that a sequence could outgrow: no window is built yet, and ignoring it changes the text.
+
+    Raises:
+        ModelError: WINDOW_NOT_BUILT.
+    """
+    window = config.get("sliding_window")
+    if config.get("model_type") in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+        window = None
+    if window is not None and window < max_sequence_tokens:
+        raise ModelError(
+            "the model's sliding window is not built",
+            reason="WINDOW_NOT_BUILT",
+            given=f"sliding_window {window}, sequences of up to {max_sequence_tokens} tokens",
+            allowed=f"max_sequence_tokens of at most {window}",
+        )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Weights of one layer; q, k, v and gate, up are fused along the output axis."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+class Llama:
+    """Weights and forward pass.
+
+    Args:
+        config: parsed shapes.
+        raw: config.json, for the rotary embedding.
+        weights: every tensor of ``config.tensors()``; taken out as they are used, so that fusing needs little room.
+        max_sequence_tokens: how many positions are prepared.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        raw: Mapping[str, Any],
+        weights: dict[str, torch.Tensor],
+        max_sequence_tokens: int,
+    ) -> None:
+        self.config = config
+        self.embed = weights.pop("model.embed_tokens.weight")
+        self.norm = weights.pop("model.norm.weight")
+        self.lm_head = self.embed if config.tied else weights.pop("lm_head.weight")
+        self.layers = [_take_layer(weights, f"model.layers.{i}.") for i in range(config.num_layers)]
+        cos, sin = rope_tables(raw, config.head_dim, max_sequence_tokens)
+        self.cos, self.sin = (table.to(self.embed.dtype).unsqueeze(1) for table in (cos, sin))
+
+    def forward(self, batch: Batch, kv: KvView) -> torch.Tensor:
+        """Writes the batch's KV rows into their pages and returns logits [num_logits, vocab_size] in float32."""
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
+        x = F.embedding(batch.token_ids, self.embed)
+        for index, layer in enumerate(self.layers):
+            q, k, v = self.project(layer, x, cos, sin, batch)
+            k_pages, v_pages = kv.plane(index, "k"), kv.plane(index, "v")
+            at = (batch.write_pages, batch.write_slots)
+            k_pages[at] = k if batch.write_rows is None else k[batch.write_rows]
+            v_pages[at] = v if batch.write_rows is None else v[batch.write_rows]
+            attended = attend(q, k, v, k_pages, v_pages, batch)
+            x = self.feed_forward(layer, x, attended, batch)
+        return self.logits(x[batch.logit_rows], batch)[: batch.num_logits]
+
+    def project(
+        self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [R, hidden] -> q [R, q_heads, dim], k and v [R, kv_heads, dim]; q and k rotated."""
+        c = self.config
+        heads = linear(rms_norm(x, layer.input_norm, c.norm_eps), layer.qkv, layer.qkv_bias, batch.tiles)
+        heads = heads.view(-1, c.q_heads + 2 * c.kv_heads, c.head_dim)
+        qk, v = heads[:, : c.q_heads + c.kv_heads], heads[:, c.q_heads + c.kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(qk[:, : c.q_heads], layer.q_norm, c.norm_eps)
+            k = rms_norm(qk[:, c.q_heads :], layer.k_norm, c.norm_eps)
+            qk = torch.cat((q, k), dim=1)
+        qk = rotate(qk, cos, sin)
+        return qk[:, : c.q_heads], qk[:, c.q_heads :], v
+
+    def feed_forward(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The rest of a layer: attended [R, q_heads, dim] and the residual x [R, hidden] -> [R, hidden]."""
+        x = x + linear(attended.reshape(len(x), -1), layer.o, layer.o_bias, batch.tiles)
+        normed = rms_norm(x, layer.post_norm, self.config.norm_eps)
+        gate, up = linear(normed, layer.gate_up, layer.gate_up_bias, batch.tiles).chunk(2, dim=-1)
+        return x + linear(F.silu(gate) * up, layer.down, layer.down_bias, batch.tiles)
+
+    def logits(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """x [S, hidden] -> [S, vocab_size] float32."""
+        if not batch.num_logits:
+            return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        return linear(rms_norm(x, self.norm, self.config.norm_eps), self.lm_head, None, batch.logit_tiles).float()
+
+
+def _take_layer(weights: dict[str, torch.Tensor], at: str) -> _Layer:
+    def fused(names: tuple[str, ...], kind: str) -> torch.Tensor | None:
+        parts = [part for name in names if (part := weights.pop(f"{at}{name}.{kind}", None)) is not None]
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
+
+    def one(name: str) -> torch.Tensor:
+        return weights.pop(at + name)
+
+    qkv, gate_up = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+    qkv_weight, gate_up_weight = fused(qkv, "weight"), fused(gate_up, "weight")
+    assert qkv_weight is not None and gate_up_weight is not None
+    return _Layer(
+        input_norm=one("input_layernorm.weight"),
+        qkv=qkv_weight,
+        qkv_bias=fused(qkv, "bias"),
+        q_norm=weights.pop(at + "self_attn.q_norm.weight", None),
+        k_norm=weights.pop(at + "self_attn.k_norm.weight", None),
+        o=one("self_attn.o_proj.weight"),
+        o_bias=weights.pop(at + "self_attn.o_proj.bias", None),
+        post_norm=one("post_attention_layernorm.weight"),
+        gate_up=gate_up_weight,
+        gate_up_bias=fused(gate_up, "bias"),
+        down=one("mlp.down_proj.weight"),
+        down_bias=weights.pop(at + "mlp.down_proj.bias", None),
+    )
+
+
+def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json: {key} is missing or malformed", given=value, allowed="an integer of at least 1")
+    return value

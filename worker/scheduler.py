@@ -1,0 +1,60 @@
+"""Decides what a step computes. Pure: no clock, no I/O, no tensors.
+
+Every running sequence that has one token to compute gets its row in every step. Prompt tokens, oldest sequence first,
+fill what the step's budget leaves; a long prompt is cut into chunks, so running sequences never wait for a whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from worker.batch import GRID_TOKENS
+from worker.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Work:
+    """Compute the next ``count`` tokens of ``sequence``, at least one."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence whose rows are written afterwards."""
+        return self.sequence.num_computed + self.count
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the work reaches the newest token, so that the next one can be drawn."""
+        return self.end == len(self.sequence.token_ids)
+
+
+def schedule(running: Iterable[Sequence], *, prefill_budget: int, deterministic: bool) -> list[Work]:
+    """The step's work, in the order of ``running`` (oldest first); every sequence appears at most once.
+
+    Args:
+        prefill_budget: most prompt tokens, decode rows not counted. At least 1, so something always runs.
+        deterministic: prompt chunks end on the grid or at the prompt's end, and at least one span of the grid runs;
+            emitted tokens that are computed again run one a step, as they did the first time.
+    """
+    work: list[Work] = []
+    left = prefill_budget
+    prefilled = False
+    for sequence in running:
+        replaying = deterministic and sequence.num_computed >= sequence.num_prompt
+        if replaying or sequence.num_uncomputed == 1:
+            work.append(Work(sequence, 1))
+            continue
+        remaining = (sequence.num_prompt - sequence.num_computed) if deterministic else sequence.num_uncomputed
+        count = min(remaining, left)
+        if deterministic and count < remaining:
+            count -= count % GRID_TOKENS
+            if count == 0 and not prefilled:
+                count = min(remaining, GRID_TOKENS)
+        if count > 0:
+            work.append(Work(sequence, count))
+            left = max(0, left - count)
+            prefilled = True
+    return work
