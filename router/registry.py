@@ -84,7 +84,7 @@ class WorkerLink:
         *,
         admit: Callable[[WorkerLink, types_pb2.WorkerInfo], None],
         changed: Callable[[], None],
-        welcome_timeout_s: float = WELCOME_TIMEOUT_S,
+        welcome_timeout_s: float | None = None,
     ) -> None:
         """admit raises to refuse a worker that others of the registry rule out; changed is called at each new state."""
         self.address = address
@@ -99,7 +99,7 @@ class WorkerLink:
         self._tokenizer = tokenizer
         self._admit = admit
         self._changed = changed
-        self._welcome_timeout_s = welcome_timeout_s
+        self._welcome_timeout_s = WELCOME_TIMEOUT_S if welcome_timeout_s is None else welcome_timeout_s
         self._welcomed = False
         self._entries: dict[str, _Entry] = {}
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()

@@ -1,0 +1,570 @@
+"""The router in front of fake workers: answers, refusals, placement, cancellation, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
+from protos.errors import TailpackError
+from router import registry, relay
+from router.client import Client, build_request
+from router.tokenizer import Tokenizer
+from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
+from tests.scenarios.router_harness import Answer, answer, cluster, until
+from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
+
+TEXT = "The capital of France is Paris. 日本語 👩‍👩‍👧‍👦 äöü 🎉 done"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def text_ids(folder: Path) -> list[int]:
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode(TEXT)
+    tokenizer.close()
+    return ids
+
+
+async def refused(chunks: AsyncIterator[router_pb2.GenerateResponse]) -> TailpackError:
+    with pytest.raises(TailpackError) as caught:
+        async for _ in chunks:
+            pass
+    return caught.value
+
+
+# --- answers ---
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 3, 1000])
+async def test_an_answer_has_text_offsets_usage_and_a_reason(folder: Path, text_ids: list[int], per_step: int) -> None:
+    async with cluster(folder, Script([*text_ids, EOS], per_step=per_step, seed=7)) as it:
+        got = await answer(it.client, "hello", request_id="r-1")
+        assert got.text == TEXT
+        assert got.token_ids == [*text_ids, EOS]
+        assert got.last.finish_reason == types_pb2.FINISH_REASON_EOS
+        assert got.last.timings.prefill_ns == 1000
+        assert got.chunks[0].worker_id == it.workers[0].info.worker_id
+        assert got.chunks[0].seed == 7
+        assert got.chunks[0].request_id == "r-1"
+        assert got.last.usage.prompt_tokens == len(it.workers[0].submits[0].prompt_token_ids)
+        await it.settled()
+
+
+async def test_chat_goes_through_the_template_and_text_does_not(folder: Path, text_ids: list[int]) -> None:
+    async with cluster(folder, Script([5, EOS])) as it:
+        await answer(it.client, [("system", "Be brief."), ("user", "hi")])
+        await answer(it.client, "hi", chat=False)
+        await answer(it.client, [5, 6, 7])
+        chat, text, ids = (list(submit.prompt_token_ids) for submit in it.workers[0].submits)
+        start, end = "<|im_start|>", "<|im_end|>"
+        rendered = f"{start}system\nBe brief.{end}\n{start}user\nhi{end}\n{start}assistant\n"
+        assert chat == it.tokenizer.encode(rendered)
+        assert text == it.tokenizer.encode("hi")
+        assert ids == [5, 6, 7]
+
+
+async def test_stop_string_across_steps_ends_the_text_before_it(folder: Path, text_ids: list[int]) -> None:
+    async with cluster(folder, Script([*text_ids, EOS], every_s=0.001)) as it:
+        got = await answer(it.client, "hello", stop_strings=["never", "e is Par"])
+        assert got.text == "The capital of Franc"
+        assert got.last.finish_reason == types_pb2.FINISH_REASON_STOP_STRING
+        assert got.last.stop_string == "e is Par"
+        assert got.token_ids == text_ids[: len(got.token_ids)]
+        assert "e is Par" in it.tokenizer._tokenizer.decode(got.token_ids)
+        assert it.workers[0].aborts
+        await it.settled()
+
+
+async def test_stop_string_in_the_worker_s_last_step_is_still_a_stop(folder: Path, text_ids: list[int]) -> None:
+    async with cluster(folder, Script([*text_ids, EOS], per_step=1000)) as it:
+        got = await answer(it.client, "hello", stop_strings=["Paris"])
+        assert got.text == "The capital of France is "
+        assert got.last.finish_reason == types_pb2.FINISH_REASON_STOP_STRING
+        await it.settled()
+
+
+async def test_stop_string_ends_even_if_the_worker_never_answers_the_abort(
+    folder: Path, text_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "SETTLE_S", 0.05)
+    async with cluster(folder, Script([*text_ids, EOS], deaf=True, first_s=0.0, every_s=0.05)) as it:
+        got = await answer(it.client, "hello", stop_strings=["The"])
+        assert (got.text, got.last.stop_string) == ("", "The")
+
+
+async def test_a_held_back_start_of_a_stop_string_comes_out_at_the_end(folder: Path, text_ids: list[int]) -> None:
+    async with cluster(folder, Script([*text_ids, EOS])) as it:
+        got = await answer(it.client, "hello", stop_strings=["done and more"])
+        assert got.text == TEXT
+        assert got.last.finish_reason == types_pb2.FINISH_REASON_EOS
+
+
+async def test_an_incomplete_character_at_the_end_is_one_replacement(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode("a\U0001f680")[:-1]  # the rocket is not in the corpus: single bytes
+    async with cluster(folder, Script(ids)) as it:
+        got = await answer(it.client, "hello")
+        assert got.text == "a\ufffd" == tokenizer._tokenizer.decode(ids)
+    tokenizer.close()
+
+
+async def test_a_stop_token_is_counted_but_not_shown(folder: Path, text_ids: list[int]) -> None:
+    script = Script(text_ids[:4], finish=types_pb2.FINISH_REASON_STOP_TOKEN)
+    async with cluster(folder, script) as it:
+        got = await answer(it.client, "hello", stop_token_ids=[text_ids[3]])
+        assert got.token_ids == text_ids[:4]
+        assert got.text == it.tokenizer._tokenizer.decode(text_ids[:3])
+        assert got.last.finish_reason == types_pb2.FINISH_REASON_STOP_TOKEN
+
+
+async def test_max_tokens_defaults_to_the_room_and_at_most_1024(folder: Path) -> None:
+    infos = [worker_info(max_sequence_tokens=20)]
+    async with cluster(folder, Script([5], endless=True, per_step=1000), infos=infos) as it:
+        got = await answer(it.client, [5] * 12)
+        assert got.last.finish_reason == types_pb2.FINISH_REASON_LENGTH
+        assert got.last.usage.output_tokens == 8
+    async with cluster(folder, Script([5], endless=True, per_step=5000)) as it:
+        assert (await answer(it.client, [5] * 12)).last.usage.output_tokens == 1024
+        assert (await answer(it.client, [5] * 12, max_tokens=3)).last.usage.output_tokens == 3
+
+
+async def test_logprobs_come_one_per_token(folder: Path, text_ids: list[int]) -> None:
+    async with cluster(folder, Script([*text_ids, EOS], logprobs=True, per_step=2)) as it:
+        got = await answer(it.client, "hello", logprobs=0, stop_strings=["Paris"])
+        chosen = [position.chosen.token_id for chunk in got.chunks for position in chunk.logprobs]
+        assert chosen == got.token_ids
+
+
+async def test_the_request_id_is_in_the_initial_metadata(folder: Path) -> None:
+    async with cluster(folder, Script([5, EOS])) as it, rpc.channel(it.address) as channel:
+        for given in ("mine-1", None):
+            call = router_pb2_grpc.RouterStub(channel).Generate(build_request("hi"), metadata=rpc.metadata(given))
+            sent = dict(await call.initial_metadata())["x-request-id"]
+            assert {chunk.request_id async for chunk in call} == {sent}
+            assert given is None or sent == given
+
+
+# --- refusals ---
+
+BAD_REQUESTS = {
+    "EMPTY_PROMPT": [
+        router_pb2.GenerateRequest(),
+        router_pb2.GenerateRequest(text=""),
+        router_pb2.GenerateRequest(chat=router_pb2.Chat()),
+        router_pb2.GenerateRequest(chat=router_pb2.Chat(messages=[router_pb2.ChatMessage(role="user")])),
+        router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds()),
+    ],
+    "PROMPT_TOO_LARGE": [
+        router_pb2.GenerateRequest(text="x" * (50 << 20)),
+        router_pb2.GenerateRequest(text="é" * (5 << 20)),
+        router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(ids=[5] * (3 << 20))),
+    ],
+    "PROMPT_TOO_LONG": [router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(ids=[5] * 4096))],
+    "UNKNOWN_MODEL": [router_pb2.GenerateRequest(text="x", model="gpt-9")],
+    "BAD_ROLE": [
+        router_pb2.GenerateRequest(chat=router_pb2.Chat(messages=[router_pb2.ChatMessage(role="root", content="x")]))
+    ],
+    "CHAT_TEMPLATE": [
+        router_pb2.GenerateRequest(
+            chat=router_pb2.Chat(
+                messages=[
+                    router_pb2.ChatMessage(role="user", content="x"),
+                    router_pb2.ChatMessage(role="system", content="y"),
+                ]
+            )
+        )
+    ],
+    "BAD_TOKEN_ID": [
+        router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(ids=[5, 600])),
+        router_pb2.GenerateRequest(text="x", stop=types_pb2.StopConditions(stop_token_ids=[600])),
+    ],
+    "BAD_TEMPERATURE": [
+        router_pb2.GenerateRequest(text="x", sampling=types_pb2.Sampling(temperature=value))
+        for value in (float("nan"), float("inf"), -0.1, 100.1)
+    ],
+    "BAD_TOP_P": [
+        router_pb2.GenerateRequest(text="x", sampling=types_pb2.Sampling(top_p=value))
+        for value in (float("nan"), 0.0, -0.1, 1.1)
+    ],
+    "BAD_MIN_P": [
+        router_pb2.GenerateRequest(text="x", sampling=types_pb2.Sampling(min_p=value))
+        for value in (float("nan"), -0.1, 1.1)
+    ],
+    "BAD_REPETITION_PENALTY": [
+        router_pb2.GenerateRequest(text="x", sampling=types_pb2.Sampling(repetition_penalty=value))
+        for value in (float("nan"), 0.0, -1.0, float("inf"))
+    ],
+    "BAD_LOGPROBS": [router_pb2.GenerateRequest(text="x", sampling=types_pb2.Sampling(logprobs=21))],
+    "BAD_STOP_STRINGS": [
+        router_pb2.GenerateRequest(text="x", stop_strings=["s"] * 17),
+        router_pb2.GenerateRequest(text="x", stop_strings=[""]),
+        router_pb2.GenerateRequest(text="x", stop_strings=["é" * 129]),
+    ],
+    "BAD_STOP_TOKENS": [router_pb2.GenerateRequest(text="x", stop=types_pb2.StopConditions(stop_token_ids=[5] * 65))],
+    "FEATURE_NOT_BUILT": [
+        router_pb2.GenerateRequest(text="x", tools_json="[]"),
+        router_pb2.GenerateRequest(text="x", json_schema="{}"),
+        router_pb2.GenerateRequest(text="x", lora_adapter="a"),
+    ],
+}
+
+
+async def test_bad_input_is_refused_by_name_and_hurts_nothing_else(folder: Path) -> None:
+    async with cluster(folder, Script([5, 6, EOS], every_s=0.05)) as it:
+        good = asyncio.create_task(answer(it.client, "hello"))
+        num_bad = 0
+        for reason, requests in BAD_REQUESTS.items():
+            for request in requests:
+                error = await refused(it.client.stream(request))
+                assert error.reason == reason, error
+                num_bad += 1
+        assert (await good).token_ids == [5, 6, EOS]
+        assert len(it.workers[0].submits) == 1  # no worker saw any of it
+        stats = await it.client.stats()
+        assert (stats.rejected, stats.finished, stats.in_flight) == (num_bad, 1, 0)
+        await it.settled()
+
+
+async def test_bad_metadata_is_refused(folder: Path) -> None:
+    async with cluster(folder, Script([5, EOS])) as it:
+        error = await refused(it.client.generate("x", request_id="no spaces"))
+        assert isinstance(error, errors.InvalidRequest)
+
+
+async def test_a_request_id_in_use_is_refused(folder: Path) -> None:
+    async with cluster(folder, Script([5], endless=True, every_s=0.01)) as it:
+        first = it.client.generate("x", request_id="same")
+        await anext(first)
+        error = await refused(it.client.generate("x", request_id="same"))
+        assert error.reason == "DUPLICATE_REQUEST"
+        await first.aclose()  # type: ignore[attr-defined]
+        await it.settled()
+
+
+async def test_requests_over_the_bound_are_refused_with_a_retry_hint(folder: Path) -> None:
+    async with cluster(folder, Script([5], endless=True, every_s=0.01), max_in_flight=2) as it:
+        streams = [it.client.generate("x") for _ in range(2)]
+        for stream in streams:
+            await anext(stream)
+        error = await refused(it.client.generate("x"))
+        assert error.reason == "TOO_MANY_REQUESTS"
+        assert isinstance(error, errors.CapacityError)
+        assert error.retry_after_ms
+        for stream in streams:
+            await stream.aclose()  # type: ignore[attr-defined]
+        await it.settled()
+
+
+async def test_no_worker_is_said_with_a_retry_hint(folder: Path) -> None:
+    async with cluster(folder, Script(), num_workers=1, addresses=["127.0.0.1:1"], wait=False) as it:
+        await it.workers[0].stop()
+        error = await refused(it.client.generate("x"))
+        assert error.reason == "NO_WORKER"
+        assert error.retry_after_ms
+        states = {worker.state for worker in await it.client.list_workers()}
+        assert "ready" not in states
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        worker_info(tokenizer_digest=b"another one     "),
+        worker_info(vocab_size=100),
+        worker_info(eos_token_ids=[599, 600], vocab_size=700),
+    ],
+    ids=["digest", "vocabulary", "eos"],
+)
+async def test_a_worker_that_does_not_fit_the_tokenizer_is_refused_by_name(
+    folder: Path, info: types_pb2.WorkerInfo
+) -> None:
+    async with cluster(folder, Script([5, EOS]), infos=[info], wait=False) as it:
+        await until(lambda: next(iter(it.service.registry.links.values())).state == "refused")
+        (worker,) = await it.client.list_workers()
+        assert "TOKENIZER_MISMATCH" in worker.why
+        error = await refused(it.client.generate("x"))
+        assert error.reason == "NO_WORKER"
+        assert "TOKENIZER_MISMATCH" in (error.given or "")
+
+
+async def test_one_worker_under_two_addresses_counts_once(folder: Path) -> None:
+    info = worker_info()
+    async with cluster(folder, Script([5, EOS]), infos=[info, info], wait=False) as it:
+        links = list(it.service.registry.links.values())
+        await until(lambda: sorted(link.state for link in links) == ["ready", "refused"])
+        assert any("DUPLICATE_WORKER" in link.why for link in links)
+
+
+async def test_several_models_must_be_named(folder: Path) -> None:
+    infos = [worker_info(model="a"), worker_info(model="b")]
+    async with cluster(folder, Script([5, EOS]), infos=infos) as it:
+        error = await refused(it.client.generate("x"))
+        assert error.reason == "MODEL_NOT_NAMED"
+        for _ in range(5):
+            await answer(it.client, "x", model="b")
+        assert [len(worker.submits) for worker in it.workers] == [0, 5]
+
+
+# --- placement ---
+
+
+async def test_a_burst_spreads_evenly(folder: Path) -> None:
+    """sglang's router once updated loads after the first response only: all of a burst went to one worker."""
+    async with cluster(folder, Script([5, EOS], first_s=0.3), num_workers=4) as it:
+        await asyncio.gather(*(answer(it.client, [5] * 100) for _ in range(64)))
+        assert [len(worker.submits) for worker in it.workers] == [16, 16, 16, 16]
+        await it.settled()
+
+
+async def test_load_of_others_counts(folder: Path) -> None:
+    async with cluster(folder, Script([5, EOS], first_s=0.1), num_workers=2) as it:
+        it.workers[0].report(types_pb2.WorkerLoad(num_running=8, pages_free=100, pages_total=100))
+        links = it.service.registry.links
+        await until(lambda: links[it.workers[0].address].load.num_running == 8)
+        await asyncio.gather(*(answer(it.client, "x") for _ in range(4)))
+        assert [len(worker.submits) for worker in it.workers] == [0, 4]
+
+
+# --- cancellation ---
+
+
+async def test_cancel_after_three_tokens_reaches_the_worker_within_100_ms(folder: Path) -> None:
+    async with cluster(folder, Script([5, 6, 7, 8], endless=True, every_s=0.005)) as it:
+        num_tokens = 0
+        async for chunk in it.client.generate("x", max_tokens=1000):
+            num_tokens += len(chunk.token_ids)
+            if num_tokens >= 3:
+                cancelled = time.monotonic()
+                break
+        await until(lambda: it.workers[0].aborts, 1.0)
+        took_s = it.workers[0].aborts[0][1] - cancelled
+        assert took_s < 0.1, took_s
+        await it.settled()
+        assert (await it.client.stats()).cancelled == 1
+
+
+async def test_cancel_in_prefill_does_not_wait_for_the_next_chunk(folder: Path) -> None:
+    async with cluster(folder, Script([5], first_s=60.0)) as it:
+        task = asyncio.create_task(answer(it.client, "x"))
+        await until(lambda: it.workers[0].active)
+        cancelled = time.monotonic()
+        task.cancel()
+        await until(lambda: it.workers[0].aborts, 1.0)
+        assert it.workers[0].aborts[0][1] - cancelled < 0.1
+        await it.settled()
+
+
+async def test_the_deadline_of_the_call_ends_the_sequence(folder: Path) -> None:
+    async with cluster(folder, Script([5], first_s=60.0)) as it:
+        error = await refused(it.client.generate("x", timeout_s=0.2))
+        assert isinstance(error, errors.DeadlineExceeded)
+        await until(lambda: it.workers[0].aborts, 1.0)
+        assert it.workers[0].submits[0].deadline_unix_ns > time.time_ns() - 2_000_000_000
+        await it.settled()
+
+
+async def test_cancel_rpc_ends_own_requests_of_the_same_tenant_only(folder: Path) -> None:
+    async with cluster(folder, Script([5], endless=True, every_s=0.01)) as it:
+        async with Client(it.address, tenant="a") as a, Client(it.address, tenant="b") as b:
+            running = asyncio.create_task(answer(a, "x", request_id="r-9", max_tokens=4000))
+            await until(lambda: it.workers[0].active)
+            assert not await b.cancel("r-9")
+            assert not await a.cancel("r-0")
+            assert await a.cancel("r-9")
+            got = await running
+            assert got.last.finish_reason == types_pb2.FINISH_REASON_ABORTED
+            assert not await a.cancel("r-9")
+        await it.settled()
+        assert (await it.client.stats()).cancelled == 1
+
+
+async def test_cancel_rpc_works_from_any_router(folder: Path) -> None:
+    async with (
+        cluster(folder, Script([5], endless=True, every_s=0.01), num_workers=2) as one,
+        cluster(folder, Script(), infos=[], addresses=[worker.address for worker in one.workers]) as two,
+    ):
+        assert len(two.workers) <= 1  # the second router's own fake, if any, stays unused
+        async with Client(one.address, tenant="a") as a, Client(two.address, tenant="a") as other:
+            running = asyncio.create_task(answer(a, "x", request_id="far-1", max_tokens=4000))
+            await until(lambda: any(worker.active for worker in one.workers))
+            async with Client(two.address, tenant="b") as stranger:
+                assert not await stranger.cancel("far-1")
+            assert await other.cancel("far-1")
+            assert (await running).last.finish_reason == types_pb2.FINISH_REASON_ABORTED
+        await one.settled()
+
+
+@pytest.mark.slow
+async def test_two_thousand_random_cancels_leave_nothing(folder: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    random_ = random.Random(seed)
+
+    async def once(client: Client, number: int) -> None:
+        task = asyncio.create_task(answer(client, "hello", request_id=f"storm-{number}", max_tokens=200))
+        await asyncio.sleep(random_.uniform(0, 0.05))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    script = Script([5, 6, 7], endless=True, first_s=0.01, every_s=0.001)
+    async with cluster(folder, script, num_workers=3) as it:
+        start = 0
+        # Some are cancelled before this busy process has sent them: 2,000 that the router saw.
+        while it.service.counters.cancelled < 2000 and start < 20_000:
+            await asyncio.gather(*(once(it.client, number) for number in range(start, start + 20)))
+            start += 20
+        await it.settled()
+        stats = await it.client.stats()
+        assert stats.in_flight == 0
+        assert stats.requests == stats.finished + stats.cancelled + stats.failed + stats.rejected
+        assert (stats.failed, stats.rejected) == (0, 0)
+        assert stats.cancelled >= 2000
+        assert (await answer(it.client, "probe", max_tokens=5)).token_ids == [5, 6, 7, 5, 6]
+        # No worker is preferred or shunned afterwards (counters that leak send new requests to the restarted worker).
+        before = [len(worker.submits) for worker in it.workers]
+        await asyncio.gather(*(answer(it.client, [5] * 10, max_tokens=5) for _ in range(30)))
+        assert [len(w.submits) - b for w, b in zip(it.workers, before, strict=True)] == [10, 10, 10]
+
+
+# --- broken workers ---
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script([5, 6, 7, 8, EOS], skip_at=2, every_s=0.002),
+        Script([5, 6, 7, 8, EOS], repeat_at=2, every_s=0.002),
+        Script([5, 6, 7, 8, EOS], usage_off_by=1),
+    ],
+    ids=["gap", "repeat", "usage"],
+)
+async def test_a_gap_or_repeat_is_an_internal_error_never_hidden(folder: Path, script: Script) -> None:
+    async with cluster(folder, script) as it:
+        tokens: list[int] = []
+        with pytest.raises(errors.InternalError) as caught:
+            async for chunk in it.client.generate("x"):
+                tokens.extend(chunk.token_ids)
+                assert not chunk.finish_reason
+        assert caught.value.reason == "TOKEN_GAP"
+        assert tokens == [5, 6, 7, 8, EOS][: len(tokens)]  # what came before is right
+        assert (await it.client.stats()).failed == 1
+
+
+async def test_an_error_of_the_worker_arrives_as_itself_behind_the_text(folder: Path) -> None:
+    error = errors.KvLost("the KV is gone", given="page 7", hint="send it again")
+    async with cluster(folder, Script([5, 6], error=error), num_workers=2) as it:
+        tokens: list[int] = []
+        with pytest.raises(errors.KvLost) as caught:
+            async for chunk in it.client.generate("x"):
+                tokens.extend(chunk.token_ids)
+        assert tokens == [5, 6]
+        assert caught.value.given == "page 7"
+        assert sum(len(worker.submits) for worker in it.workers) == 1
+
+
+async def test_a_full_worker_is_passed_over_and_the_retry_counted(folder: Path) -> None:
+    async with cluster(folder, Script([5, EOS]), num_workers=2) as it:
+        it.workers[0].refuse_new = errors.CapacityError("queue is full", retry_after_ms=200)
+        for _ in range(6):
+            await answer(it.client, "x")
+        stats = await it.client.stats()
+        assert stats.retries == len(it.workers[0].submits) > 0
+        it.workers[1].refuse_new = it.workers[0].refuse_new
+        error = await refused(it.client.generate("x"))
+        assert isinstance(error, errors.CapacityError)
+        assert error.retry_after_ms == 200
+        await it.settled()
+
+
+async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(folder: Path) -> None:
+    async with cluster(folder, Script([5, 6, EOS], every_s=0.1), num_workers=2) as it:
+        running = [asyncio.create_task(answer(it.client, "x")) for _ in range(4)]
+        await until(lambda: sum(len(worker.active) for worker in it.workers) == 4)
+        it.workers[0].goodbye("rolling update")
+        await until(lambda: len(it.service.registry.ready()) == 1)
+        before = len(it.workers[0].submits)
+        await asyncio.gather(*(answer(it.client, "x") for _ in range(4)))
+        assert len(it.workers[0].submits) == before
+        assert [got.token_ids for got in await asyncio.gather(*running)] == [[5, 6, EOS]] * 4
+        states = {worker.state: worker.why for worker in await it.client.list_workers()}
+        assert states == {"draining": "rolling update", "ready": ""}
+
+
+async def test_a_worker_that_never_says_welcome_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "WELCOME_TIMEOUT_S", 0.1)
+    silent = FakeWorker(lambda submit: Script(), worker_info(), welcome_s=60)
+    address = await silent.start()
+    async with cluster(folder, Script([5, EOS]), addresses=[address], wait=False) as it:
+        link = it.service.registry.links[address]
+        await until(lambda: "no welcome" in link.why)
+        await until(lambda: silent.num_sessions >= 2)  # it is tried again
+        await until(lambda: len(it.service.registry.ready()) == 1)
+        await answer(it.client, "x")
+        assert link.state == "connecting"
+        assert not silent.submits
+    await silent.stop()
+
+
+# --- slow readers ---
+
+# A client whose flow-control window stays at 64 KiB; by default it grows to several megabytes.
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+
+
+async def test_a_slow_reader_gets_fewer_larger_chunks_and_the_same_text(folder: Path, text_ids: list[int]) -> None:
+    repeats, per_step = 6000, 20
+    tokens = text_ids * repeats
+    infos = [worker_info(max_sequence_tokens=1 << 20)]
+    script = Script(tokens, per_step=per_step)
+    async with cluster(folder, script, infos=infos) as it:
+        async with grpc.aio.insecure_channel(it.address, options=SMALL_WINDOW) as channel:
+            call = router_pb2_grpc.RouterStub(channel).Generate(build_request("x", max_tokens=len(tokens)))
+            await until(lambda: it.workers[0].submits)
+            (active,) = it.service._active.values()
+            await until(lambda: active.relay is not None and active.relay.ended, 30.0)  # the router has it all
+            chunks = [chunk async for chunk in call]
+        got = Answer(chunks).check()
+        assert got.text == TEXT * repeats
+        assert got.token_ids == tokens
+        assert len(chunks) < len(tokens) / per_step / 2, "the router kept every step's message"
+        await it.settled()
+
+
+async def test_a_reader_that_stops_reading_is_ended_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MAX_PENDING_BYTES", 100_000)
+    infos = [worker_info(max_sequence_tokens=1 << 24)]
+    script = Script([5, 6, 7, 8], endless=True, per_step=100)
+    async with cluster(folder, script, infos=infos) as it:
+        async with grpc.aio.insecure_channel(it.address, options=SMALL_WINDOW) as channel:
+            request = build_request("x", max_tokens=4_000_000)
+            call = router_pb2_grpc.RouterStub(channel).Generate(request)
+            await call.read()
+            await until(lambda: it.workers[0].aborts, 20.0)
+            with pytest.raises(grpc.RpcError) as caught:
+                while await call.read():
+                    pass
+            assert rpc.error_from(caught.value).reason == "SLOW_READER"
+        await it.settled()
+
+
+async def test_counts_by_worker_are_listed(folder: Path) -> None:
+    async with cluster(folder, Script([5], endless=True, every_s=0.02), num_workers=2) as it:
+        streams = [it.client.generate("x") for _ in range(6)]
+        for stream in streams:
+            await anext(stream)
+        listed = Counter({worker.address: worker.in_flight for worker in await it.client.list_workers()})
+        assert sum(listed.values()) == 6
+        for stream in streams:
+            await stream.aclose()  # type: ignore[attr-defined]
+        await it.settled()
