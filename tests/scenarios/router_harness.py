@@ -70,7 +70,9 @@ async def cluster(
     """Router and workers; all end with the block. addresses: further workers, started by the test."""
     scripted = (lambda submit: script) if isinstance(script, Script) else script
     tokenizer = Tokenizer(folder)
-    workers = [FakeWorker(scripted, info) for info in infos or [_info(tokenizer) for _ in range(num_workers)]]
+    if infos is None:
+        infos = [_info(tokenizer) for _ in range(num_workers)]
+    workers = [FakeWorker(scripted, info) for info in infos]
     started = [await worker.start() for worker in workers]
     service = RouterService(tokenizer, [*started, *(addresses or [])], max_in_flight=max_in_flight)
     server = rpc.RpcServer("router")

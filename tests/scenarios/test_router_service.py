@@ -394,7 +394,6 @@ async def test_cancel_rpc_works_from_any_router(folder: Path) -> None:
         cluster(folder, Script([5], endless=True, every_s=0.01), num_workers=2) as one,
         cluster(folder, Script(), infos=[], addresses=[worker.address for worker in one.workers]) as two,
     ):
-        assert len(two.workers) <= 1  # the second router's own fake, if any, stays unused
         async with Client(one.address, tenant="a") as a, Client(two.address, tenant="a") as other:
             running = asyncio.create_task(answer(a, "x", request_id="far-1", max_tokens=4000))
             await until(lambda: any(worker.active for worker in one.workers))

@@ -131,7 +131,8 @@ def test_broken_byte_fallback_keeps_what_is_whole(fallback: tuple[tokenizers.Tok
 
 def test_a_continuation_keeps_its_leading_space(fallback: tuple[tokenizers.Tokenizer, TokenBytes]) -> None:
     tokenizer, tokens = fallback
-    ids = [tokenizer.token_to_id("▁capital"), tokenizer.token_to_id("▁is")]
+    vocabulary = tokenizer.get_vocab()
+    ids = [vocabulary["▁capital"], vocabulary["▁is"]]
     assert text_of(tokens, ids, [1]) == "capital is"
     assert text_of(tokens, ids, [1], text_begins=False) == " capital is"
 
