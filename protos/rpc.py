@@ -47,7 +47,7 @@ def _common_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", keepalive_time_ms),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        # A keepalive ping waits for its answer this long whatever the line above says; the default is 60 s (grpcio 1.85).
+        # How long a ping waits for its answer, whatever the line above says; grpcio 1.85 takes 60 s by default.
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
