@@ -278,7 +278,8 @@ class _Session:
             raise _lost(self.lost or str(error)) from failure
 
     def close(self) -> None:
-        """Says goodbye, waits for the store to end the stream, closes the channel."""
+        """Says that the memory is left alone, waits for the store to end the stream, closes the channel."""
+        self._outgoing.put(kvstore_pb2.AttachRequest(detach=kvstore_pb2.Detach()))
         self._end("the attachment was closed", tell=False)
         if threading.current_thread() is not self._reader:  # on_lost may close
             self._reader.join(CLOSE_TIMEOUT_S)

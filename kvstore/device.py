@@ -247,7 +247,8 @@ class Device:
         )
 
     def close(self) -> None:
-        """Gives up the descriptors. The bytes go when the last worker that maps them does."""
+        """Gives up descriptors and mapping. The bytes go when the last worker that maps them does."""
+        del self.control  # unmaps now, whoever still refers to this device
         for arena in self.arenas.values():
             arena.memory.close()
         self.control_memory.close()

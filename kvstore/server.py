@@ -107,6 +107,13 @@ def _sole_store(socket_dir: Path) -> Iterator[None]:
             if path.is_socket():
                 log.info("removing the socket of a store that is gone", socket=str(path))
                 path.unlink()
+            elif path.exists():
+                raise ConfigError(
+                    "a file that is no socket stands where the store's socket goes",
+                    reason="SOCKET_IN_USE",
+                    given=path,
+                    hint="remove it, or choose another --socket-dir",
+                )
         try:
             yield
         finally:

@@ -4,7 +4,7 @@ Handlers run on one event loop and do not await between reading and changing the
 
 Memory of a device is kept when its attachment ends. The next one gets the same memory when it asks for the same spec
 (geometry, sizes, weights digest); otherwise the memory is given up and made anew, which is safe because a detach
-released every sequence. An attachment that ended without a goodbye (half-close of its stream) is suspect: mappings
+released every sequence. An attachment that ended without a Detach message is suspect: mappings
 cannot be revoked, so its device stays busy until the process that took the descriptors is gone.
 """
 
@@ -99,7 +99,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     store_incarnation=self._incarnation,
                 )
             )
-            ended = asyncio.create_task(_until_end(requests))
+            ended = asyncio.create_task(_until_detach(requests))
             endings: set[asyncio.Future[Any]] = {ended, attached.revoked}
             try:
                 await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +108,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             if attached.revoked.done():
                 why = attached.revoked.result()
                 yield kvstore_pb2.AttachResponse(revoked=kvstore_pb2.Revoked(why=why))
-            elif not context.cancelled() and not ended.cancelled() and ended.exception() is None:
+            elif not ended.cancelled() and ended.exception() is None and ended.result():
                 goodbye, why = True, "closed by the worker"
         finally:
             self._fd_server.withdraw(ticket)
@@ -180,7 +180,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     def _detach(self, attached: Attached, why: str, *, goodbye: bool) -> None:
         name = attached.device.spec.device
-        sequences, pages = attached.device.release_all()
+        # A store that stops leaves the control block as it is, like one that dies: its workers go on with it.
+        sequences, pages = (0, 0) if self._stopping else attached.device.release_all()
         del self._attached[name]
         if goodbye:
             if attached.holder is not None:
@@ -331,7 +332,7 @@ def spec_of(asked: kvstore_pb2.AttachOpen) -> DeviceSpec:
             hint="run worker and store of the same version",
         )
     if not asked.worker_id:
-        raise InvalidRequest("an attachment names its worker", given="''")
+        raise InvalidRequest("an attachment names its worker", given="''", allowed="any other name")
     return DeviceSpec(
         device=asked.device,
         geometry=geometry,
@@ -377,6 +378,12 @@ def _exited(pidfd: int, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
-async def _until_end(requests: AsyncIterator[kvstore_pb2.AttachRequest]) -> None:
-    async for _ in requests:  # heartbeats
-        pass
+async def _until_detach(requests: AsyncIterator[kvstore_pb2.AttachRequest]) -> bool:
+    """Reads heartbeats; True when the worker said that it is done, False when the stream just ended.
+
+    The end alone says nothing: a connection that broke can look like a stream that was closed.
+    """
+    async for request in requests:
+        if request.WhichOneof("message") == "detach":
+            return True
+    return False

@@ -1,0 +1,175 @@
+"""Arenas: sizes by formula, seals, and memory that is not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore import memory_limit
+from kvstore.arena import Arena, Memory, allocate_arenas, pages_per_group, tail_slots_per_group
+from kvstore.geometry import CacheGeometry, LayerGroup, Region
+from kvstore.memory_limit import HEADROOM_BYTES, available_bytes, cgroup_room, check_memory
+from protos.errors import CapacityError, ConfigError
+
+K = Region(0, "k", 2, 64, "float32")
+GEOMETRY = CacheGeometry(
+    (LayerGroup("full", (K, Region(0, "v", 2, 64, "float32"))), LayerGroup("window", (K,), window=128))
+)
+FULL_BYTES, WINDOW_BYTES = 2 * 65536, 65536
+
+
+@pytest.fixture
+def page_memory() -> Iterator[Memory]:
+    made = Memory.allocate("test", 3 * FULL_BYTES)
+    yield made
+    made.close()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def test_every_group_gets_as_many_pages() -> None:
+    one = FULL_BYTES + WINDOW_BYTES
+    assert pages_per_group(GEOMETRY, 10 * one) == {"full": 10, "window": 10}
+    assert pages_per_group(GEOMETRY, 11 * one - 1) == {"full": 10, "window": 10}
+    assert tail_slots_per_group(GEOMETRY) == {"full": 0, "window": 0}
+
+
+def test_no_room_for_a_page_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        pages_per_group(GEOMETRY, FULL_BYTES + WINDOW_BYTES - 1)
+    assert caught.value.reason == "ARENA_TOO_SMALL"
+    assert str(FULL_BYTES + WINDOW_BYTES) in (caught.value.allowed or "")
+
+
+def test_arenas_have_exactly_the_bytes_of_the_formula_and_all_are_present() -> None:
+    arenas = allocate_arenas(GEOMETRY, 5 * (FULL_BYTES + WINDOW_BYTES) + 1000, device="cpu:0")
+    assert {name: arena.memory.num_bytes for name, arena in arenas.items()} == {
+        "full": 5 * FULL_BYTES,
+        "window": 5 * WINDOW_BYTES,
+    }
+    for arena in arenas.values():
+        stat = os.fstat(arena.memory.fd)
+        assert stat.st_size == arena.num_pages * arena.page_bytes
+        assert stat.st_blocks * 512 >= stat.st_size  # prefaulted, not a hole
+        arena.memory.close()
+
+
+def test_size_is_sealed(page_memory: Memory) -> None:
+    for num_bytes in (0, 4 * FULL_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(page_memory.fd, num_bytes)
+    assert os.fstat(page_memory.fd).st_size == 3 * FULL_BYTES
+
+
+def test_mappings_share_bytes(page_memory: Memory) -> None:
+    with page_memory.map() as one, page_memory.map() as two:
+        assert one[:16] == bytes(16)
+        one[-4:] = b"tail"
+        assert two[-4:] == b"tail"
+
+
+def test_pages_of_an_arena(page_memory: Memory) -> None:
+    with Arena("full", 3, FULL_BYTES, page_memory.map()) as arena:
+        arena.page(2)[:3] = b"abc"
+        assert bytes(arena.buffer[2 * FULL_BYTES : 2 * FULL_BYTES + 3]) == b"abc"
+        assert len(arena.buffer) == 3 * FULL_BYTES
+        for bad in (3, -1):
+            with pytest.raises(IndexError):
+                arena.page(bad)
+
+
+def test_a_view_that_outlives_the_arena_stays_valid(page_memory: Memory) -> None:
+    arena = Arena("full", 3, FULL_BYTES, page_memory.map())
+    view = arena.page(0)
+    arena.close()
+    view[:2] = b"ok"
+    assert bytes(view[:2]) == b"ok"
+
+
+def test_a_kernel_without_room_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(fd: int, offset: int, num_bytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = open_descriptors()
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(CapacityError) as caught:
+        allocate_arenas(GEOMETRY, 10 << 20, device="cpu:0")
+    assert caught.value.reason == "NOT_ENOUGH_MEMORY"
+    assert open_descriptors() == before
+
+
+def test_the_second_arena_failing_gives_the_first_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.posix_fallocate, []
+
+    def second_fails(fd: int, offset: int, num_bytes: int) -> None:
+        calls.append(num_bytes)
+        if len(calls) == 2:
+            raise OSError(12, "Cannot allocate memory")
+        real(fd, offset, num_bytes)
+
+    before = open_descriptors()
+    monkeypatch.setattr(os, "posix_fallocate", second_fails)
+    with pytest.raises(CapacityError):
+        allocate_arenas(GEOMETRY, 10 << 20, device="cpu:0")
+    assert open_descriptors() == before
+
+
+def test_memory_is_checked_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> int:
+        raise AssertionError("memory was asked for")
+
+    monkeypatch.setattr(os, "memfd_create", never)
+    with pytest.raises(CapacityError) as caught:
+        allocate_arenas(GEOMETRY, 1 << 50, device="cpu:0")
+    error = caught.value
+    assert error.reason == "NOT_ENOUGH_MEMORY"
+    assert str((1 << 50) // (FULL_BYTES + WINDOW_BYTES) * (FULL_BYTES + WINDOW_BYTES)) in (error.given or "")
+    assert "bytes" in (error.allowed or "")
+    assert error.hint
+
+
+def test_headroom_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_limit, "available_bytes", lambda: (HEADROOM_BYTES + 1000, "in a test"))
+    check_memory(1000, what="x")
+    with pytest.raises(CapacityError, match="not enough memory for x"):
+        check_memory(1001, what="x")
+
+
+def test_this_machine_has_some() -> None:
+    available, limited_by = available_bytes()
+    assert available > 0
+    assert limited_by
+
+
+def _files(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_cgroup_v2_limits_of_the_group_and_its_ancestors(tmp_path: Path) -> None:
+    _files(tmp_path / "pod", memory__max="1000\n", memory__current="900\n", memory__stat="anon 1\ninactive_file 50\n")
+    _files(tmp_path / "pod" / "store", memory__max="max\n", memory__current="10\n")
+    assert cgroup_room("0::/pod/store\n", tmp_path) == [150]
+    _files(tmp_path / "pod" / "store", memory__max="100\n", memory__current="120\n")
+    assert cgroup_room("0::/pod/store\n", tmp_path) == [0, 150]
+
+
+def test_cgroup_v1_memory_hierarchy(tmp_path: Path) -> None:
+    _files(
+        tmp_path / "memory" / "a",
+        memory__limit_in_bytes="1000",
+        memory__usage_in_bytes="400",
+        memory__stat="inactive_file 7\ntotal_inactive_file 100\n",
+    )
+    assert cgroup_room("5:devices:/x\n4:memory:/a\n", tmp_path) == [700]
+
+
+@pytest.mark.parametrize("membership", ["", "0::/gone\n", "0::/../outside\n", "3:cpu:/a\n"])
+def test_cgroups_without_a_limit(membership: str, tmp_path: Path) -> None:
+    assert cgroup_room(membership, tmp_path) == []
