@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -88,7 +87,7 @@ def verify_command(
     if as_json:
         for finding in findings:
             for facts in finding.kernels:
-                click.echo(json.dumps({"cell": finding.cell.name, "status": finding.status.value, **asdict(facts)}))
+                click.echo(json.dumps({"cell": finding.cell.name, "status": finding.status.value, **vars(facts)}))
     else:
         for arch in wanted:
             _print_arch(arch, [finding for finding in findings if finding.arch == arch], detail)

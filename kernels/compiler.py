@@ -166,13 +166,18 @@ def cell_key(cell: Cell, arch: str, source_dir: Path = SOURCE_DIR) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
+def require_arch(arch: str) -> None:
+    """Raise ToolchainError unless the compiler here knows `arch`."""
+    known = toolchain().sm_numbers
+    if int(re.sub(r"\D", "", arch)) not in known:
+        names = ", ".join(f"sm_{number}" for number in sorted(known))
+        raise ToolchainError("this compiler does not know the arch", given=arch, allowed=names, action=INSTALL)
+
+
 def compile_cubin(cell: Cell, arch: str, source_dir: Path = SOURCE_DIR) -> bytes:
     """Compile one cell for one arch. Raises CompileError with the compiler's log, or ToolchainError."""
+    require_arch(arch)
     tools = toolchain()
-    number = int(re.sub(r"\D", "", arch))
-    if number not in tools.sm_numbers:
-        known = ", ".join(f"sm_{n}" for n in sorted(tools.sm_numbers))
-        raise ToolchainError("this compiler does not know the arch", given=arch, allowed=known, action=INSTALL)
     from cuda.core import Program, ProgramOptions
 
     sources_of(cell.source, source_dir)  # names a missing header better than NVRTC does

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernels.cells import Cell
-from kernels.compiler import SOURCE_DIR, CompileError, ToolchainError, cell_key, compile_cubin, toolchain
+from kernels.compiler import SOURCE_DIR, CompileError, ToolchainError, cell_key, compile_cubin, require_arch
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +100,13 @@ def build(
 ) -> list[BuildResult]:
     """Compile every cell for every arch, each pair once, in `jobs` processes (default: one per CPU).
 
-    A pair that fails to compile is a BuildResult with its error; the others go on. Raises ToolchainError when there is
-    no compiler at all, before any process is started.
+    A pair that fails to compile is a BuildResult with its error; the others go on. Raises ToolchainError where there is
+    no compiler, or none that knows an arch, before any process is started.
     """
-    toolchain()
-    pairs = [(cell, arch) for arch in dict.fromkeys(arches) for cell in dict.fromkeys(cells)]
+    arches = tuple(dict.fromkeys(arches))
+    for arch in arches:
+        require_arch(arch)
+    pairs = [(cell, arch) for arch in arches for cell in dict.fromkeys(cells)]
     results = []
     context = multiprocessing.get_context("spawn")  # a forked child would share the compiler's threads and locks
     with ProcessPoolExecutor(jobs or os.cpu_count() or 1, mp_context=context) as pool:

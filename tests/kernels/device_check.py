@@ -84,6 +84,7 @@ def random_rows(n: int, d: int, dtype: torch.dtype, seed: int) -> Tensor:
     rows = torch.randn(n, d, generator=generator) * torch.exp(2 * torch.randn(n, 1, generator=generator))
     unit = torch.nn.functional.normalize(torch.randn(4, d, generator=generator), dim=1)
     special = [torch.zeros(d), torch.eye(d)[d // 3], torch.full((d,), -0.75), torch.full((d,), -0.0), unit[0] * 1e-12]
+    special.append(torch.eye(d)[1] - torch.eye(d)[d - 1])  # half of its rotated coordinates are zeros of both signs
     if dtype == torch.float16:
         special += [torch.full((d,), 65000.0)]  # comes back longer than f16 holds, so it saturates
         rows.clamp_(-65000, 65000)

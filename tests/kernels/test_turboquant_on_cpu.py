@@ -16,6 +16,7 @@ import torch
 from kernels import turboquant
 from kernels.cells import MAX_NORM, ZERO_NORM
 from kernels.compiler import SOURCE_DIR
+from kernels.tables import grid_boundaries
 from kernels.widths import COMPILED_WIDTHS, PACKED_BITS
 
 NO_BAD_ROW = 2**63 - 1
@@ -116,6 +117,20 @@ def test_pack_and_unpack_equal_the_reference_bit_for_bit(
             integers = torch.int32 if name == "f32" else torch.int16
             want = turboquant.unpack(expected, width, bits, DTYPES[name])
             assert torch.equal(got.contiguous().view(integers), want.view(integers))
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+@pytest.mark.parametrize("width", COMPILED_WIDTHS)
+def test_a_coordinate_on_a_boundary_goes_to_the_upper_cell(library: ctypes.CDLL, width: int, bits: int) -> None:
+    quantise = getattr(library, f"quantise_w{width}_b{bits}")
+    quantise.restype, quantise.argtypes = ctypes.c_uint, [ctypes.c_float]
+    half = 1 << (bits - 1)
+    positive = list(grid_boundaries(turboquant.grid(width, bits)))
+    boundaries = torch.tensor([*(-b for b in reversed(positive)), 0.0, *positive])
+    for y in [*boundaries, *torch.nextafter(boundaries, boundaries - 1), *torch.nextafter(boundaries, boundaries + 1)]:
+        cell = int((y >= boundaries).sum())
+        assert quantise(float(y)) == (cell - half if cell >= half else 2 * half - 1 - cell), float(y)
+    assert quantise(-0.0) == 0
 
 
 @pytest.mark.parametrize("width", COMPILED_WIDTHS)

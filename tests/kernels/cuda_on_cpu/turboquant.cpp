@@ -23,5 +23,7 @@ using namespace tailpack;
     }
 #define ROW_TYPES(WIDTH, BITS)                                                                                         \
     CELL(WIDTH, BITS, bf16, __nv_bfloat16) CELL(WIDTH, BITS, f16, __half) CELL(WIDTH, BITS, f32, float)
-#define BITS_OF(WIDTH) ROW_TYPES(WIDTH, 2) ROW_TYPES(WIDTH, 3) ROW_TYPES(WIDTH, 4)
+#define QUANTISE(WIDTH, BITS)                                                                                          \
+    extern "C" unsigned quantise_w##WIDTH##_b##BITS(float y) { return quantise<WIDTH, BITS>(y); }
+#define BITS_OF(WIDTH) QUANTISE(WIDTH, 2) QUANTISE(WIDTH, 3) QUANTISE(WIDTH, 4) ROW_TYPES(WIDTH, 2) ROW_TYPES(WIDTH, 3) ROW_TYPES(WIDTH, 4)
 TAILPACK_WIDTHS(BITS_OF)

@@ -1,0 +1,157 @@
+"""Compiler, cache and device lookup; needs no GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kernels import compiler, cubins, loader
+from kernels.cells import ARCHES, Cell, codec_cell
+from kernels.compiler import SOURCE_DIR, CompileError, ToolchainError, cell_key
+from kernels.cubins import build, cubin_path, default_folder, ensure_cubin
+
+CELL = codec_cell(64, 2, "bf16")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A copy of csrc that a test may change."""
+    return Path(shutil.copytree(SOURCE_DIR, tmp_path / "csrc"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_80"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((10, 3), "sm_103a"),
+        ((12, 0), "sm_120a"),
+    ],
+)
+def test_a_device_gets_the_cubin_that_runs_on_it(capability: tuple[int, int], arch: str) -> None:
+    assert loader.arch_for(*capability) == arch
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 1), (12, 1), (13, 0)])
+def test_a_device_without_a_cubin_is_refused_by_name(capability: tuple[int, int]) -> None:
+    with pytest.raises(loader.UnsupportedDeviceError, match=r"capability \d+\.\d.*sm_90a.*cells\.py"):
+        loader.arch_for(*capability)
+
+
+def test_a_new_arch_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(loader, "ARCHES", (*ARCHES, "sm_121a"))
+    assert loader.arch_for(12, 1) == "sm_121a"
+    (result,) = build([CELL], ["sm_121a"], tmp_path, jobs=1)
+    assert result.compiled
+    assert not result.error
+
+
+def test_the_cache_compiles_once_and_then_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = ensure_cubin(CELL, "sm_90a", tmp_path)
+    assert first.compiled
+    assert first.path == cubin_path(CELL, "sm_90a", tmp_path)
+    assert first.path.read_bytes()[:4] == b"\x7fELF"
+
+    def compile_again(*_: object) -> bytes:
+        raise AssertionError("compiled twice")
+
+    monkeypatch.setattr(cubins, "compile_cubin", compile_again)
+    again = ensure_cubin(CELL, "sm_90a", tmp_path)
+    assert not again.compiled
+    assert again.path == first.path
+
+
+def test_many_processes_at_once_compile_once(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(ensure_cubin, CELL, "sm_90a", tmp_path) for _ in range(12)]
+        results = [future.result(timeout=120) for future in futures]
+    assert sum(result.compiled for result in results) == 1
+    assert len({result.path for result in results}) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [cubin_path(CELL, "sm_90a", tmp_path).name]
+
+
+def test_a_build_compiles_each_pair_once(tmp_path: Path) -> None:
+    first = build([CELL, CELL], ["sm_90a", "sm_90a"], tmp_path, jobs=2)
+    assert [result.compiled for result in first] == [True]
+    assert [result.compiled for result in build([CELL], ["sm_90a"], tmp_path, jobs=2)] == [False]
+
+
+def test_the_key_covers_source_headers_flags_arch_and_compiler(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
+    keys = {"start": cell_key(CELL, "sm_90a", sources)}
+    assert keys["start"] == cell_key(CELL, "sm_90a", SOURCE_DIR)  # the folder is not in it
+    keys["arch"] = cell_key(CELL, "sm_100a", sources)
+    keys["define"] = cell_key(replace(CELL, defines=(*CELL.defines, ("X", "1"))), "sm_90a", sources)
+    for name in ("turboquant.cu", "turboquant.cuh", "codec.cuh", "tables.cuh"):  # each but the first by way of another
+        (sources / name).write_text((sources / name).read_text() + "\n// changed\n")
+        keys[name] = cell_key(CELL, "sm_90a", sources)
+    older = replace(compiler.toolchain(), identity="an older compiler")
+    monkeypatch.setattr(compiler, "toolchain", lambda: older)
+    keys["compiler"] = cell_key(CELL, "sm_90a", sources)
+    assert len(set(keys.values())) == len(keys)
+    before = keys["compiler"]
+    (sources / "unrelated.cuh").write_text("// not included\n")
+    assert cell_key(CELL, "sm_90a", sources) == before
+
+
+def test_a_missing_header_is_named(sources: Path, tmp_path: Path) -> None:
+    (sources / "codec.cuh").unlink()
+    with pytest.raises(CompileError, match=r"turboquant\.cu needs codec\.cuh"):
+        ensure_cubin(CELL, "sm_90a", tmp_path / "cache", sources)
+
+
+def test_a_source_that_does_not_compile_gives_the_log_and_leaves_nothing(sources: Path, tmp_path: Path) -> None:
+    (sources / "turboquant.cu").write_text("extern no_such_type f();\n")
+    with pytest.raises(CompileError, match="no_such_type"):
+        ensure_cubin(CELL, "sm_90a", tmp_path / "cache", sources)
+    assert not list((tmp_path / "cache").glob("*.*"))
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    broken = Cell("turboquant.cu", 64, "b2", "broken", ("k",), (("TAILPACK_ROW", "no_such_type"),))
+    bad, good = build([broken, CELL], ["sm_90a"], tmp_path, jobs=2)
+    assert "no_such_type" in bad.error
+    assert bad.path is None
+    assert good.compiled
+
+
+def test_missing_headers_say_where_was_looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiler, "_include_candidates", lambda: iter([tmp_path]))
+    compiler.toolchain.cache_clear()
+    try:
+        with pytest.raises(ToolchainError, match=rf"cuda_bf16\.h.*{tmp_path}.*CUDA_HOME"):
+            compiler.toolchain()
+    finally:
+        compiler.toolchain.cache_clear()
+
+
+def test_an_arch_the_compiler_does_not_know_is_the_environments_fault(tmp_path: Path) -> None:
+    with pytest.raises(ToolchainError, match=r"sm_999.*sm_90"):
+        build([CELL], ["sm_999"], tmp_path)
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TAILPACK_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_folder() == tmp_path / "xdg" / "tailpack" / "cubins"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert default_folder() == Path.home() / ".cache" / "tailpack" / "cubins"
+    monkeypatch.setenv("TAILPACK_CACHE", str(tmp_path / "own"))
+    assert default_folder() == tmp_path / "own" / "cubins"
+
+
+def test_the_command_line_imports_neither_torch_nor_cupy() -> None:
+    code = (
+        "import sys, kernels.cli; print([m for m in ('torch', 'cupy', 'cuda.core', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
