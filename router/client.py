@@ -56,7 +56,7 @@ def build_request(
     _check_integer("logprobs", logprobs or 0, _MAX_UINT32)
     for token_id in stop_token_ids:
         _check_integer("stop token id", token_id, _MAX_UINT32)
-    request = router_pb2.GenerateRequest(model=model)
+    request = router_pb2.GenerateRequest(model=_text("model", model))
     _set_prompt(request, prompt)
     request.sampling.CopyFrom(
         types_pb2.Sampling(
@@ -72,7 +72,7 @@ def build_request(
     request.stop.CopyFrom(
         types_pb2.StopConditions(max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos)
     )
-    request.stop_strings.extend(stop_strings)
+    request.stop_strings.extend(_text("stop string", stop) for stop in stop_strings)
     check_request(request)
     return request
 

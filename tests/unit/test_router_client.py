@@ -1,0 +1,54 @@
+"""What the client refuses before it sends anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protos.errors import TailpackError
+from router.client import as_chat, build_request
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"max_tokens": -1}, "BAD_MAX_TOKENS"),
+        ({"max_tokens": 1 << 32}, "BAD_MAX_TOKENS"),
+        ({"top_k": -1}, "BAD_TOP_K"),
+        ({"seed": -1}, "BAD_SEED"),
+        ({"seed": 1 << 64}, "BAD_SEED"),
+        ({"logprobs": -1}, "BAD_LOGPROBS"),
+        ({"logprobs": 21}, "BAD_LOGPROBS"),
+        ({"stop_token_ids": [-1]}, "BAD_STOP_TOKEN_ID"),
+        ({"temperature": float("nan")}, "BAD_TEMPERATURE"),
+        ({"prompt": ""}, "EMPTY_PROMPT"),
+        ({"prompt": []}, "EMPTY_PROMPT"),
+        ({"prompt": [-1]}, "BAD_PROMPT_TOKEN_ID"),
+        ({"prompt": "x" * (8 << 20) + "y"}, "PROMPT_TOO_LARGE"),
+        ({"prompt": "lone surrogate \ud800"}, "BAD_UNICODE"),
+        ({"prompt": [("user", "\ud800")]}, "BAD_UNICODE"),
+        ({"stop_strings": ["\udcff"]}, "BAD_UNICODE"),  # as a shell passes a byte that is not UTF-8
+        ({"prompt": [("tool", "x")]}, "BAD_ROLE"),
+    ],
+)
+def test_refused_by_name(parameters: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TailpackError) as caught:
+        build_request(**{"prompt": "x", **parameters})
+    assert caught.value.reason == reason
+
+
+def test_unset_fields_stay_unset() -> None:
+    request = build_request("x")
+    assert not request.sampling.HasField("top_p")
+    assert not request.sampling.HasField("seed")
+    assert not request.sampling.HasField("logprobs")
+    assert build_request("x", seed=0, logprobs=0).sampling.HasField("seed")
+    assert build_request("x", logprobs=0).sampling.HasField("logprobs")
+
+
+def test_prompts_of_all_kinds() -> None:
+    assert build_request("x").WhichOneof("prompt") == "text"
+    chat = build_request(as_chat("hi", "Be brief.")).chat
+    assert [(message.role, message.content) for message in chat.messages] == [("system", "Be brief."), ("user", "hi")]
+    assert list(build_request([1, 2]).token_ids.ids) == [1, 2]

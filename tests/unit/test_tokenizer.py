@@ -1,0 +1,146 @@
+"""Model folders: what is read, what is refused, and how chat templates are rendered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import InvalidRequest, ModelError
+from router.tokenizer import ChatTemplate, Tokenizer
+from tests.scenarios.tiny_tokenizer import write_tokenizer
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    data = (tmp_path / "tokenizer.json").read_bytes()
+    assert Tokenizer(tmp_path).digest == hashlib.blake2b(data, digest_size=16).digest()
+
+
+def test_truncation_and_padding_of_the_folder_are_not_obeyed(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    plain = Tokenizer(tmp_path).encode("one two three four five")
+    description = json.loads((tmp_path / "tokenizer.json").read_text())
+    description["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    description["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<|im_start|>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    assert Tokenizer(tmp_path).encode("one two three four five") == plain
+
+
+@pytest.mark.parametrize("data", [None, b"", b"{", b"[]", b"{}", b'{"model": 1}', b"\xff\xfe"])
+def test_an_unreadable_tokenizer_is_refused_by_name(tmp_path: Path, data: bytes | None) -> None:
+    if data is not None:
+        (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(tmp_path)
+    assert caught.value.reason == "BAD_TOKENIZER"
+
+
+@pytest.mark.parametrize("config", ["{", "[1]"])
+def test_an_unreadable_config_is_refused_by_name(tmp_path: Path, config: str) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(tmp_path)
+    assert caught.value.reason == "BAD_TOKENIZER"
+
+
+async def test_chat_is_encoded_without_a_second_begin_token(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path))
+    ids = await tokenizer.encode_chat(USER)
+    assert ids == tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert ids.count(0) == 2
+
+
+async def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, chat_template=None))
+    with pytest.raises(InvalidRequest) as caught:
+        await tokenizer.encode_chat(USER)
+    assert caught.value.reason == "NO_CHAT_TEMPLATE"
+
+
+async def test_encoding_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
+    """2 MB of text take long; others' streams must go on meanwhile. No time is asserted, only that turns were taken."""
+    tokenizer = Tokenizer(write_tokenizer(tmp_path))
+    encoding = asyncio.create_task(tokenizer.encode_text("The quick brown fox. " * 100_000))
+    turns = 0
+    started = time.monotonic()
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    print(f"{turns} turns in {time.monotonic() - started:.3f} s")
+    assert turns > 10
+    assert len(await encoding) > 100_000
+
+
+# --- templates ---
+
+
+def render(source: str, messages: Any = None, **tokens: str) -> str:
+    return ChatTemplate(source, tokens).render(messages or USER)
+
+
+def test_hugging_face_conventions() -> None:
+    assert render("{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}", bos_token="<s>", eos_token="</s>") == (
+        "<s>hi</s>"
+    )
+    assert render("{% if add_generation_prompt %}\n  go\n{% endif %}\n") == "  go\n"  # trim_blocks, lstrip_blocks
+    assert render("  {% if tools is none %}a{% endif %}") == "a"
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert render("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
+    assert render("{% for m in messages %}{% break %}{% endfor %}x") == "x"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[7]['content'].x.y }}",
+        "{{ 1 / 0 }}",
+        "{{ 'a' + 1 }}",
+        "{{ messages.append(1) }}",  # immutable sandbox
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",  # out of the sandbox
+        "{{ range(10**9) | list }}",
+    ],
+)
+def test_a_template_that_fails_is_the_request_s_error_by_name(source: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        render(source)
+    assert caught.value.reason == "CHAT_TEMPLATE"
+    assert caught.value.hint
+
+
+def test_what_the_template_complained_of_is_passed_on() -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+def test_a_malformed_template_is_fatal_at_start(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat_template="{% for %}")
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(tmp_path)
+    assert caught.value.reason == "BAD_CHAT_TEMPLATE"
+
+
+def test_where_templates_are_looked_for(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    config = {"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = ChatTemplate.load(tmp_path)
+    assert loaded is not None
+    assert loaded.render(USER) == "D"
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<bos>"}}))
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}J")
+    loaded = ChatTemplate.load(tmp_path)
+    assert loaded is not None
+    assert loaded.render(USER) == "<bos>J"
