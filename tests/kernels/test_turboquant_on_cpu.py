@@ -87,6 +87,7 @@ def cases(n: int, d: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
         torch.full((d,), 1e-12),
         torch.full((d,), -0.0),
     ]
+    special.append(torch.eye(d)[1] - torch.eye(d)[d - 1])  # half of its rotated coordinates are zeros of both signs
     if dtype == torch.float16:
         special += [torch.full((d,), 65000.0)]  # comes back longer than f16 holds, so it saturates
         rows.clamp_(-65000, 65000)
