@@ -112,7 +112,8 @@ def build_batch(work: Sequence[SpanWork], *, deterministic: bool) -> Batch:
         slots += [p % PAGE_TOKENS for p in range(piece.start, piece.start + count)]
         real += range(first, first + count)
         spans.append(_span(first, piece))
-        last_row[index] = first + count - 1
+        if piece.start + count == work[index].start + work[index].count:  # the pieces are sorted by tile size
+            last_row[index] = first + count - 1
         if deterministic and (at + 1 == len(pieces) or tile_rows(pieces[at + 1][1].count) != tile_rows(count)):
             tiles += _close_tiles(token_ids, positions, tiles[-1][1] if tiles else 0, tile_rows(count))
     if not deterministic:

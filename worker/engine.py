@@ -89,6 +89,7 @@ class Engine:
         self._known: dict[str, Sequence] = {}  # every sequence that has not finished, by request id
         self._to_abort: list[Sequence] = []
         self._refusals: list[Output] = []
+        self._num_unsaid = 0  # sequences that have finished and whose last output is not emitted yet
         self._load = Load()
 
         # The engine thread's own.
@@ -166,12 +167,17 @@ class Engine:
         self._wake.set()
 
     def load(self) -> Load:
-        """A copy of the state after the last step; sequences that came in since count as waiting."""
+        """A copy of the newest state. No sequence counts in it if and only if all there was to say has been emitted."""
         with self._lock:
-            load = Load()
-            load.CopyFrom(self._load)
-            load.num_waiting += len(self._inbox)
-            load.queued_tokens += sum(s.num_uncomputed for s in self._inbox)
+            return self._load_now(self._num_unsaid)
+
+    def _load_now(self, num_unsaid: int) -> Load:
+        """Under the lock. What ran at the last look and is still known counts as running, all else known as waiting."""
+        load = Load()
+        load.CopyFrom(self._load)
+        load.num_running = min(load.num_running, len(self._known)) + num_unsaid
+        load.num_waiting = len(self._known) + num_unsaid - load.num_running
+        load.queued_tokens += sum(s.num_uncomputed for s in self._inbox)
         return load
 
     def _refusal(self, request: Request) -> TailpackError | None:
@@ -226,6 +232,7 @@ class Engine:
         began_ns = time.monotonic_ns()
         self._take_inbox()
         self._admit()
+        self._publish_load()
         work = schedule(
             self._running, prefill_budget=self._config.prefill_chunk, deterministic=self._config.deterministic
         )
@@ -356,6 +363,7 @@ class Engine:
         sequence.finished = True
         with self._lock:
             del self._known[sequence.request.request_id]
+            self._num_unsaid += 1
             if sequence in self._inbox:
                 self._inbox.remove(sequence)
         if sequence in self._waiting:
@@ -397,12 +405,16 @@ class Engine:
     def _publish(self) -> None:
         self._publish_load()
         outputs, self._outputs = tuple(self._outputs), []
-        self._emit(StepResult(outputs, self.load()))
+        with self._lock:
+            load = self._load_now(0)
+        self._emit(StepResult(outputs, load))
+        with self._lock:
+            self._num_unsaid = 0
 
     def _publish_load(self) -> None:
         load = Load()
         load.CopyFrom(self._counters)
-        load.num_running, load.num_waiting = len(self._running), len(self._waiting)
+        load.num_running = len(self._running)
         load.queued_tokens = sum(
             max(0, s.num_prompt - s.num_computed) for sequences in (self._running, self._waiting) for s in sequences
         )

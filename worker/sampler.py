@@ -97,19 +97,29 @@ def _keep(probabilities: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """[vocab_size] bool: the tokens that may be drawn, the most likely one always. Equals are taken in order of ids."""
     vocab_size = len(probabilities)
     kept = torch.ones(vocab_size, dtype=torch.bool)
-    num_kept = vocab_size
     if 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0:
-        ordered, ids = probabilities.sort(descending=True, stable=True)
-        num_kept = min(sampling.top_k or vocab_size, vocab_size)
+        limit = min(sampling.top_k or vocab_size, vocab_size)
+        ordered, ids = _most_likely(probabilities, limit)
         if sampling.top_p < 1.0:
-            cumulative = ordered[:num_kept].cumsum(0)
-            enough = int(torch.searchsorted(cumulative, sampling.top_p * cumulative[-1]))
-            num_kept = min(num_kept, enough + 1)
+            cumulative = ordered.cumsum(0)
+            limit = int(torch.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
         kept = torch.zeros(vocab_size, dtype=torch.bool)
-        kept[ids[:num_kept]] = True
+        kept[ids[:limit]] = True
     if sampling.min_p > 0.0:
         kept &= probabilities >= sampling.min_p * probabilities.max()
     return kept
+
+
+def _most_likely(probabilities: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` largest probabilities and their ids, largest first, equals in order of ids."""
+    if count > len(probabilities) // 4:
+        ordered, ids = probabilities.sort(descending=True, stable=True)
+        return ordered[:count], ids[:count]
+    # Far cheaper than sorting a vocabulary; which of several equals topk returns is not defined, so take them all.
+    least = torch.topk(probabilities, count).values[-1]
+    ids = (probabilities >= least).nonzero().squeeze(1)
+    ordered, order = probabilities[ids].sort(descending=True, stable=True)
+    return ordered[:count], ids[order[:count]]
 
 
 def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> types_pb2.PositionLogprobs:

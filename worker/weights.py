@@ -111,7 +111,7 @@ def _load_tensors(
                 allowed=f"{expected[name]}, floating point",
             )
         digest.update(f"{name} {stored.dtype} {tuple(stored.shape)}\n".encode())
-        digest.update(memoryview(stored.contiguous().view(-1).view(torch.uint8).numpy()))
+        digest.update(stored.contiguous().view(-1).view(torch.uint8).numpy().data)
         done += stored.nbytes
         # A copy of its own: what safetensors hands out may lie in the mapped file, which can change under us.
         weights[name] = stored.to(dtype, copy=True)

@@ -56,7 +56,7 @@ def write_model(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
 
 
 def config_for(folder: Path, **changes: Any) -> WorkerConfig:
-    defaults: dict[str, Any] = {"threads": 2, "max_running": 8, "prefill_chunk": 64}
+    defaults: dict[str, Any] = {"threads": 1, "max_running": 8, "prefill_chunk": 64}
     return WorkerConfig(model=folder, name="tiny", kv_socket=Path("none"), worker_id="w", **{**defaults, **changes})
 
 

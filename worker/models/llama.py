@@ -13,8 +13,9 @@ from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from protos.errors import ModelError
 from worker.batch import Batch
 from worker.kv_view import KvView
+from worker.models import layers
 from worker.models.attention import attend
-from worker.models.layers import linear, rms_norm, rope_tables, rotate
+from worker.models.layers import rms_norm, rope_tables, rotate
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 GROUP = "full"
@@ -191,7 +192,7 @@ class Llama:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [R, hidden] -> q [R, q_heads, dim], k and v [R, kv_heads, dim]; q and k rotated."""
         c = self.config
-        heads = linear(rms_norm(x, layer.input_norm, c.norm_eps), layer.qkv, layer.qkv_bias, batch.tiles)
+        heads = layers.linear(rms_norm(x, layer.input_norm, c.norm_eps), layer.qkv, layer.qkv_bias, batch.tiles)
         heads = heads.view(-1, c.q_heads + 2 * c.kv_heads, c.head_dim)
         qk, v = heads[:, : c.q_heads + c.kv_heads], heads[:, c.q_heads + c.kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -203,16 +204,18 @@ class Llama:
 
     def feed_forward(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The rest of a layer: attended [R, q_heads, dim] and the residual x [R, hidden] -> [R, hidden]."""
-        x = x + linear(attended.reshape(len(x), -1), layer.o, layer.o_bias, batch.tiles)
+        x = x + layers.linear(attended.reshape(len(x), -1), layer.o, layer.o_bias, batch.tiles)
         normed = rms_norm(x, layer.post_norm, self.config.norm_eps)
-        gate, up = linear(normed, layer.gate_up, layer.gate_up_bias, batch.tiles).chunk(2, dim=-1)
-        return x + linear(F.silu(gate) * up, layer.down, layer.down_bias, batch.tiles)
+        gate, up = layers.linear(normed, layer.gate_up, layer.gate_up_bias, batch.tiles).chunk(2, dim=-1)
+        return x + layers.linear(F.silu(gate) * up, layer.down, layer.down_bias, batch.tiles)
 
     def logits(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [S, hidden] -> [S, vocab_size] float32."""
         if not batch.num_logits:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        return linear(rms_norm(x, self.norm, self.config.norm_eps), self.lm_head, None, batch.logit_tiles).float()
+        return layers.linear(
+            rms_norm(x, self.norm, self.config.norm_eps), self.lm_head, None, batch.logit_tiles
+        ).float()
 
 
 def _take_layer(weights: dict[str, torch.Tensor], at: str) -> _Layer:

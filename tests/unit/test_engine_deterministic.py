@@ -1,0 +1,146 @@
+"""Deterministic mode: a sequence's tokens and logits are the same bits alone, in any company, and resumed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from protos.errors import PreconditionFailed
+from tests.unit.tiny import TINY, Harness, config_for, request, write_model
+from worker.batch import TILE_ROWS, SpanWork, build_batch
+from worker.model_runner import check_tiles
+from worker.models import layers
+from worker.scheduler import Work
+from worker.sequence import Request
+from worker.weights import Model, load_model
+
+LENGTHS = (1, 2, 7, 8, 9, 31, 64, 100, 127, 128, 129, 200, 256, 301)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), seed=8, hidden_size=96, intermediate_size=200)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return load_model(config_for(folder))
+
+
+def requests(max_tokens: int = 12) -> list[Request]:
+    rng = random.Random(1)
+    return [
+        request(f"r{n}", [rng.randrange(TINY["vocab_size"]) for _ in range(n)], max_tokens + n % 5) for n in LENGTHS
+    ]
+
+
+class Recorder:
+    """Keeps the logits of every (request id, position) that a harness computes."""
+
+    def __init__(self, model: Model, folder: Path, **changes: int) -> None:
+        self.harness = Harness(model, config_for(folder, **{"deterministic": True, **changes}), num_pages=200)
+        self.logits: dict[tuple[str, int], torch.Tensor] = {}
+        run = self.harness.engine._runner.run
+
+        def recording(work: Sequence[Work]) -> torch.Tensor:
+            logits = run(work)
+            for row, w in enumerate(w for w in work if w.wants_logits):
+                self.logits[(w.sequence.request.request_id, w.end)] = logits[row].clone()
+            return logits
+
+        self.harness.engine._runner.run = recording  # type: ignore[method-assign]
+
+    def same_bits(self, other: Recorder) -> None:
+        for key in self.logits.keys() & other.logits.keys():
+            assert torch.equal(self.logits[key], other.logits[key]), f"logits of {key} differ"
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model, folder: Path) -> Recorder:
+    """Every sequence by itself."""
+    recorder = Recorder(model, folder, max_running=1)
+    for r in requests():
+        recorder.harness.run(r)
+    return recorder
+
+
+@pytest.mark.parametrize(
+    ("max_running", "prefill_chunk", "order"), [(16, 256, 0), (16, 1, 1), (5, 1024, 2), (3, 130, 3), (2, 40, 4)]
+)
+def test_same_bits_in_any_company(
+    model: Model, folder: Path, alone: Recorder, max_running: int, prefill_chunk: int, order: int
+) -> None:
+    shuffled = requests()
+    random.Random(order).shuffle(shuffled)
+    recorder = Recorder(model, folder, max_running=max_running, prefill_chunk=prefill_chunk)
+    half = len(shuffled) // 2
+    for r in shuffled[:half]:
+        recorder.harness.engine.submit(r)
+    recorder.harness.step(4)
+    recorder.harness.run(*shuffled[half:])
+    for r in shuffled:
+        assert recorder.harness.tokens(r.request_id) == alone.harness.tokens(r.request_id)
+    assert recorder.logits.keys() == alone.logits.keys()
+    recorder.same_bits(alone)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 11])
+def test_same_bits_when_emitted_tokens_are_computed_again(
+    model: Model, folder: Path, alone: Recorder, cut: int
+) -> None:
+    recorder = Recorder(model, folder, max_running=6)
+    recorder.harness.run(
+        *(
+            request(r.request_id, r.prompt, r.stop.max_tokens, emitted=alone.harness.tokens(r.request_id)[:cut])
+            for r in requests()
+        )
+    )
+    for r in requests():
+        assert recorder.harness.tokens(r.request_id) == alone.harness.tokens(r.request_id)[cut:]
+        assert recorder.harness.outputs[r.request_id][0].token_offset == cut
+    assert recorder.logits.keys() < alone.logits.keys()
+    recorder.same_bits(alone)
+
+
+def test_rows_of_a_tile_do_not_know_their_place(model: Model) -> None:
+    with torch.inference_mode():
+        check_tiles(model.network)
+
+
+def test_a_product_that_knows_its_place_is_found_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = layers.linear
+
+    def wrong(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: tuple[tuple[int, int], ...]
+    ) -> torch.Tensor:
+        out = right(x, weight, bias, tiles)
+        out[-1] *= 1 + 2**-22  # one ulp or two, in the tile's last row
+        return out
+
+    monkeypatch.setattr(layers, "linear", wrong)
+    with torch.inference_mode(), pytest.raises(PreconditionFailed) as refused:
+        check_tiles(model.network)
+    assert refused.value.reason == "NOT_DETERMINISTIC"
+
+
+def test_tiles_follow_from_the_sequence_alone() -> None:
+    rng = random.Random(2)
+    for _ in range(50):
+        work = []
+        for _ in range(rng.randrange(1, 12)):
+            prompt_span = rng.random() < 0.5
+            start = 128 * rng.randrange(3) if prompt_span else rng.randrange(300)
+            count = rng.randrange(1, 400) if prompt_span else 1
+            work.append(SpanWork([7] * count, start, list(range(9)), prompt_span, True))
+        batch = build_batch(work, deterministic=True)
+        assert batch.tiles[0][0] == 0 and batch.tiles[-1][1] == len(batch.token_ids)
+        assert all(a[1] == b[0] for a, b in zip(batch.tiles, batch.tiles[1:], strict=False))
+        for span in batch.spans:
+            (size,) = {end - first for first, end in batch.tiles if first <= span.first_row < end}
+            assert size == min(rows for rows in TILE_ROWS if rows >= span.num_rows)
+        assert sum(span.num_rows for span in batch.spans) == sum(w.count for w in work)
+        assert int((batch.token_ids == 7).sum()) == len(batch.write_pages)
