@@ -10,24 +10,12 @@ import sys
 import torch
 from torch import Tensor
 
-from kernels.errors import ArgumentError
-from kernels.widths import PACKED_BITS
+from kernels.record_sizes import check_bits
+from kernels.record_sizes import part_code_bytes as code_bytes
+
+__all__ = ["check_bits", "code_bytes", "pack_codes", "unpack_codes"]
 
 assert sys.byteorder == "little"  # u32 groups are written by reinterpreting memory
-
-
-def check_bits(bits: int) -> None:
-    """Raise ArgumentError unless records of `bits` a coordinate exist."""
-    if bits not in PACKED_BITS:
-        raise ArgumentError(
-            "records hold 2, 3 or 4 bits a coordinate", given=str(bits), allowed="2, 3, 4", action="choose one of these"
-        )
-
-
-def code_bytes(width: int, bits: int) -> int:
-    """Bytes of the codes of one part; `width` is a multiple of 8. Raises ArgumentError."""
-    check_bits(bits)
-    return -(-width // 10) * 4 if bits == 3 else width * bits // 8
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

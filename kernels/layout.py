@@ -1,51 +1,40 @@
-"""Where packed rows lie in a page: planes of codes and scales, with a version.
+"""Reads and writes the planes of a packed page (where they lie: `kernels.page_layout`).
 
-A page is one contiguous blob: region after region, head after head, all codes of the page's rows and then all their
-scales, every plane on a 128-byte boundary:
-
-    region 0: [head 0: codes | pad | scales | pad][head 1: ...] region 1: ...      pad up to a multiple of 128, zero
-
-`page_layout` is a pure function of the regions and the version. What a version fixes is also the order *inside* a codes
-plane; a new order (one that follows MMA fragments, say) is a new entry of ORDERS, and files and transfers name the
-version they were written with. Version 1 keeps canonical records: row after row, codes as in `bitpack`.
+What a layout version fixes is also the order *inside* a codes plane; a new order (one that follows MMA fragments, say)
+is a new entry of ORDERS, and files and transfers name the version they were written with. Version 1 keeps canonical
+records: row after row, codes as in `bitpack`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.errors import LayoutError
+from kernels.page_layout import (
+    LAYOUT_VERSION,
+    PLANE_ALIGNMENT,
+    PageLayout,
+    Region,
+    RegionPlanes,
+    check_version,
+    page_layout,
+)
 
-PLANE_ALIGNMENT = 128
-LAYOUT_VERSION = 1  # what new pages are written with
-
-
-class Region(NamedTuple):
-    """One kind of row in one layer, as a page holds it. The codec decides the two sizes; a dense row has no scales."""
-
-    rows: int  # rows a page holds: 128 over the region's ratio
-    heads: int
-    code_bytes: int  # a row
-    scale_bytes: int  # a row
-
-
-class RegionPlanes(NamedTuple):
-    """Bytes [offset, offset + heads * head_bytes) of a page; head h starts at offset + h * head_bytes, codes first."""
-
-    region: Region
-    offset: int
-    scales_offset: int  # from a head's start to its scales
-    head_bytes: int
-
-
-class PageLayout(NamedTuple):
-    """All offsets and sizes are multiples of 128."""
-
-    version: int
-    regions: tuple[RegionPlanes, ...]
-    page_bytes: int
+__all__ = [
+    "LAYOUT_VERSION",
+    "ORDERS",
+    "PLANE_ALIGNMENT",
+    "Order",
+    "PageLayout",
+    "Region",
+    "RegionPlanes",
+    "page_layout",
+    "read_region",
+    "region_planes",
+    "write_region",
+]
 
 
 class Order(NamedTuple):
@@ -62,39 +51,9 @@ def _as_is(codes: Tensor, region: Region) -> Tensor:
 ORDERS: dict[int, Order] = {1: Order(_as_is, _as_is)}
 
 
-def _aligned(size: int) -> int:
-    return -(-size // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
-
-
 def _order(version: int) -> Order:
-    if version not in ORDERS:
-        raise LayoutError(
-            "unknown page layout version",
-            given=str(version),
-            allowed=", ".join(map(str, ORDERS)),
-            action="read the page with the release that wrote it, or seal it again",
-        )
+    check_version(version)
     return ORDERS[version]
-
-
-def page_layout(regions: Sequence[Region], version: int = LAYOUT_VERSION) -> PageLayout:
-    """Planes of a page that holds `regions`. Raises LayoutError (version unknown, a region with a size below 1)."""
-    _order(version)
-    planes: list[RegionPlanes] = []
-    offset = 0
-    for region in regions:
-        if min(region.rows, region.heads, region.code_bytes) < 1 or region.scale_bytes < 0:
-            raise LayoutError(
-                "a region needs rows, heads and bytes",
-                given=str(region),
-                allowed="rows, heads and code_bytes of 1 or more, scale_bytes of 0 or more",
-                action="correct the geometry",
-            )
-        scales_offset = _aligned(region.rows * region.code_bytes)
-        head_bytes = scales_offset + _aligned(region.rows * region.scale_bytes)
-        planes.append(RegionPlanes(region, offset, scales_offset, head_bytes))
-        offset += region.heads * head_bytes
-    return PageLayout(version, tuple(planes), offset)
 
 
 def region_planes(layout: PageLayout, page: Tensor, region: int) -> tuple[Tensor, Tensor]:

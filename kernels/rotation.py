@@ -14,26 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.errors import ArgumentError, WidthError
-from kernels.tables import GRID_WIDTHS, MIN_WIDTH, signs
-
-MAX_WIDTH = 2 * GRID_WIDTHS[-1] - 1
-
-
-@lru_cache
-def parts(d: int) -> tuple[int, ...]:
-    """Widths of the independently packed parts of a row of width d: descending powers of two; their sum is at least d.
-
-    96 is (64, 32), 100 is (64, 32, 8): a rest below 8 becomes one zero-padded part of 8. Raises WidthError.
-    """
-    if not MIN_WIDTH <= d <= MAX_WIDTH:
-        raise WidthError(
-            "no codec for this row width",
-            given=str(d),
-            allowed=f"{MIN_WIDTH} to {MAX_WIDTH}",
-            action="use mode dense for these rows",
-        )
-    out = [1 << bit for bit in range(d.bit_length() - 1, 2, -1) if d >> bit & 1]
-    return tuple(out) + ((MIN_WIDTH,) if d % MIN_WIDTH else ())
+from kernels.record_sizes import parts as parts
+from kernels.tables import signs
 
 
 def padded_width(d: int) -> int:

@@ -21,7 +21,10 @@ from torch import Tensor
 from kernels import bitpack
 from kernels.errors import ArgumentError, LayoutError, NonFiniteRowError, NormTooLargeError, WidthError
 from kernels.grid_table import GRIDS
-from kernels.rotation import hadamard_columns, padded_width, parts, sign_column
+from kernels.record_sizes import check_bits, part_code_bytes, parts
+from kernels.record_sizes import code_bytes as code_bytes
+from kernels.record_sizes import record_bytes as record_bytes
+from kernels.rotation import hadamard_columns, padded_width, sign_column
 from kernels.tables import Grid, grid_boundaries
 
 ZERO_NORM = 1e-10
@@ -48,7 +51,7 @@ class _PartTable(NamedTuple):
 
 def grid(width: int, bits: int) -> Grid:
     """The stored grid of one part. Raises WidthError, ArgumentError."""
-    bitpack.check_bits(bits)
+    check_bits(bits)
     if (width, bits) not in GRIDS:
         raise WidthError(
             "grids exist for single parts only",
@@ -81,16 +84,6 @@ def _table(width: int, bits: int, device: torch.device) -> _PartTable:
 def code_values(width: int, bits: int, device: torch.device | None = None) -> Tensor:
     """Decoded rotated unit coordinate of each code, f32 [2^bits], for one part; code = sign << (bits-1) | magnitude."""
     return _table(width, bits, device or torch.device("cpu")).values.clone()
-
-
-def code_bytes(d: int, bits: int) -> int:
-    """Bytes of the codes of a row of width d. Raises WidthError, ArgumentError."""
-    return sum(bitpack.code_bytes(width, bits) for width in parts(d))
-
-
-def record_bytes(d: int, bits: int) -> int:
-    """Bytes of one canonical record: codes, then an f32 scale a part. 260 at d=512 and 4 bits."""
-    return code_bytes(d, bits) + 4 * len(parts(d))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -240,7 +233,7 @@ def unpack_codes(packed: PackedRows, d: int, bits: int) -> Tensor:
     flat = packed.codes.reshape(-1, packed.codes.shape[-1])
     out, byte = [], 0
     for width in parts(d):
-        size = bitpack.code_bytes(width, bits)
+        size = part_code_bytes(width, bits)
         out.append(bitpack.unpack_codes(flat[:, byte : byte + size], width, bits).t())
         byte += size
     return torch.cat(out, dim=1).view(*packed.codes.shape[:-1], padded_width(d))
@@ -268,7 +261,7 @@ def unpack(packed: PackedRows, d: int, bits: int, dtype: torch.dtype = torch.flo
         chunk = slice(first, first + step)
         begin = byte = 0
         for p, width in enumerate(parts(d)):
-            size = bitpack.code_bytes(width, bits)
+            size = part_code_bytes(width, bits)
             x = _decode(codes[chunk, byte : byte + size], scales[chunk, p], width, bits)
             if dtype == torch.float16:
                 x.clamp_(-largest, largest)
