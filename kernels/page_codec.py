@@ -1,0 +1,339 @@
+"""Rows in the planes of a page: one table of codecs, packing and reading of many pages at once.
+
+A page holds a region as two planes a head, codes and scales (`layout`). What the two hold is the codec's choice:
+
+    name     codes of one row                          scales of one row
+    tq2..4   the parts' codes, `turboquant`            one f32 a part
+    fp8      e4m3 [d]                                  one f32
+    v4fp8    448 e4m3 | 64 bf16, d = 512 only          7 bf16 amax of blocks of 64
+    dense    the row in the model's dtype              none
+
+A codec reads rows in the *attention domain*: TurboQuant's rotated coordinates as they are (`rotated`), anything else in
+the model's own. Reading is a look-up of several codes at once, straight into f32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import bitpack, fp8, turboquant
+from kernels.errors import ArgumentError, LayoutError, WidthError
+from kernels.rotation import padded_width, parts
+
+CODEC_NAMES: tuple[str, ...] = ("tq2", "tq3", "tq4", "fp8", "v4fp8", "dense")
+
+
+class Planes(NamedTuple):
+    """One region of every page of an arena, as views: u8 [pages, heads, rows, bytes], the last two dims contiguous."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class PackedRows(NamedTuple):
+    """Packed rows with any leading dims: u8 [..., code_bytes] and u8 [..., scale_bytes]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class RegionOffsets(Protocol):
+    """Where a region lies in a page, in bytes; `layout.RegionPlanes` is one."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def scales_offset(self) -> int: ...
+    @property
+    def head_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class RowCodec:
+    """How rows of width `dim` are packed. `width` is the number of coordinates in the attention domain (`dim`, padded).
+
+    pack: rows f32, f16 or bf16 [..., dim] -> PackedRows; raises what the codec raises (NonFiniteRowError and others).
+    unpack: PackedRows, dtype -> rows [..., dim] of dtype in the model's coordinates.
+    read: PackedRows (contiguous) -> values f32 [..., width], row scales f32 [...] still to be multiplied, or None.
+    """
+
+    name: str
+    dim: int
+    width: int
+    code_bytes: int
+    scale_bytes: int
+    rotated: bool
+    pack: Callable[[Tensor], PackedRows]
+    unpack: Callable[[PackedRows, torch.dtype], Tensor]
+    read: Callable[[PackedRows], tuple[Tensor, Tensor | None]]
+
+
+@lru_cache
+def row_codec(name: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> RowCodec:
+    """The codec of that name for rows of width `dim`; `dtype` is what "dense" stores and means nothing to the others.
+
+    Raises ArgumentError (name, dtype), WidthError (a width that the codec does not take).
+    """
+    if name in ("tq2", "tq3", "tq4"):
+        return _turboquant(name, dim, int(name[2:]))
+    if name == "fp8":
+        return _fp8(dim)
+    if name == "v4fp8":
+        return _v4fp8(dim)
+    if name == "dense":
+        return _dense(dim, dtype)
+    raise ArgumentError("unknown codec", given=repr(name), allowed=", ".join(CODEC_NAMES), action="name one of these")
+
+
+# -- TurboQuant ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def _value_table(width: int, bits: int, device: torch.device) -> Tensor:
+    """Values of several codes by one index. 4 bits: i64 [256], each the bits of two f32. 2 bits: c128 [256], four f32.
+    3 bits: f32 [32768, 5], because ten codes in a u32 are two times five."""
+    values = turboquant.code_values(width, bits, device)
+    if bits == 3:
+        index = torch.arange(1 << 15, device=device)
+        return torch.stack([values[index >> 3 * j & 7] for j in range(5)], dim=1)
+    index = torch.arange(256, device=device)
+    columns = [values[index >> bits * j & (1 << bits) - 1] for j in range(8 // bits)]
+    return torch.stack(columns, dim=1).view(torch.int64 if bits == 4 else torch.complex128).view(-1)
+
+
+def _values(codes: Tensor, width: int, bits: int) -> Tensor:
+    """Canonical codes u8 [n, bytes], contiguous, of one part -> f32 [n, width] (a view of more where width % 10)."""
+    n = codes.shape[0]
+    table = _value_table(width, bits, codes.device)
+    if bits != 3:
+        return table.index_select(0, codes.to(torch.int32).view(-1)).view(torch.float32).view(n, width)
+    words = codes.view(torch.int32)
+    index = torch.stack((words & 0x7FFF, words >> 15 & 0x7FFF), dim=-1)  # the word's two upper bits are zero
+    return table.index_select(0, index.view(-1)).view(n, -1)[:, :width]
+
+
+def _turboquant(name: str, dim: int, bits: int) -> RowCodec:
+    widths = parts(dim)
+    code_bytes = turboquant.code_bytes(dim, bits)
+
+    def pack(rows: Tensor) -> PackedRows:
+        packed = turboquant.pack(rows, bits)
+        return PackedRows(packed.codes, packed.scales.view(torch.uint8))
+
+    def unpack(packed: PackedRows, dtype: torch.dtype) -> Tensor:
+        scales = packed.scales.contiguous().view(torch.float32)
+        return turboquant.unpack(turboquant.PackedRows(packed.codes, scales), dim, bits, dtype)
+
+    def read(packed: PackedRows) -> tuple[Tensor, Tensor | None]:
+        leading = packed.codes.shape[:-1]
+        codes = packed.codes.view(-1, code_bytes)
+        scales = packed.scales.view(torch.float32)
+        if len(widths) == 1:
+            return _values(codes, dim, bits).view(*leading, dim), scales.squeeze(-1)
+        out = torch.empty((codes.shape[0], sum(widths)), device=codes.device)
+        begin = byte = 0
+        for p, width in enumerate(widths):
+            size = bitpack.code_bytes(width, bits)
+            part = _values(codes[:, byte : byte + size].contiguous(), width, bits)
+            torch.mul(part, scales.view(-1, len(widths))[:, p : p + 1], out=out[:, begin : begin + width])
+            begin, byte = begin + width, byte + size
+        return out.view(*leading, -1), None
+
+    return RowCodec(name, dim, padded_width(dim), code_bytes, 4 * len(widths), True, pack, unpack, read)
+
+
+# -- fp8 -------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def _e4m3_table(device: torch.device) -> Tensor:
+    """f32 [256] by bit pattern."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def _fp8(dim: int) -> RowCodec:
+    if dim < 1:
+        raise WidthError("fp8 rows need a width", given=str(dim), allowed="1 or more", action="correct the geometry")
+
+    def pack(rows: Tensor) -> PackedRows:
+        packed = fp8.pack(rows)
+        return PackedRows(packed.codes, packed.scales.view(torch.uint8))
+
+    def unpack(packed: PackedRows, dtype: torch.dtype) -> Tensor:
+        return fp8.unpack(fp8.Fp8Rows(packed.codes, packed.scales.contiguous().view(torch.float32)), dtype)
+
+    def read(packed: PackedRows) -> tuple[Tensor, Tensor | None]:
+        index = packed.codes.to(torch.int32).view(-1)
+        values = _e4m3_table(packed.codes.device).index_select(0, index).view(packed.codes.shape)
+        return values, packed.scales.view(torch.float32).squeeze(-1)
+
+    return RowCodec("fp8", dim, dim, dim, 4, False, pack, unpack, read)
+
+
+def _v4fp8(dim: int) -> RowCodec:
+    if dim != fp8.V4_WIDTH:
+        raise WidthError(
+            "V4 raw rows have one width", given=str(dim), allowed=str(fp8.V4_WIDTH), action="use plain fp8"
+        )
+    scale_bytes = 2 * (fp8.V4_CODES // fp8.V4_BLOCK)
+    code_bytes = fp8.V4_RECORD_BYTES - scale_bytes
+
+    def pack(rows: Tensor) -> PackedRows:
+        records = fp8.pack_v4(rows)
+        return PackedRows(records[..., :code_bytes], records[..., code_bytes:])
+
+    def unpack(packed: PackedRows, dtype: torch.dtype) -> Tensor:
+        return fp8.unpack_v4(torch.cat(packed, dim=-1), dtype)
+
+    def read(packed: PackedRows) -> tuple[Tensor, Tensor | None]:
+        return unpack(packed, torch.float32), None
+
+    return RowCodec("v4fp8", dim, dim, code_bytes, scale_bytes, False, pack, unpack, read)
+
+
+def _dense(dim: int, dtype: torch.dtype) -> RowCodec:
+    if dtype not in turboquant.ROW_DTYPES or dim < 1:
+        raise ArgumentError(
+            "dense rows have a model's dtype and a width",
+            given=f"{dtype}, width {dim}",
+            allowed="float32, float16, bfloat16; 1 or more",
+            action="correct the geometry",
+        )
+
+    def pack(rows: Tensor) -> PackedRows:
+        turboquant.check_row_type(rows)
+        if rows.dtype != dtype:  # never convert in silence: a dense page holds the row's own bytes
+            raise ArgumentError(
+                "rows differ in dtype from the page", given=str(rows.dtype), allowed=str(dtype), action="convert first"
+            )
+        return PackedRows(rows.contiguous().view(torch.uint8), rows.new_empty((*rows.shape[:-1], 0), dtype=torch.uint8))
+
+    def unpack(packed: PackedRows, out_dtype: torch.dtype) -> Tensor:
+        return packed.codes.contiguous().view(dtype).to(out_dtype)
+
+    def read(packed: PackedRows) -> tuple[Tensor, Tensor | None]:
+        return packed.codes.view(dtype).to(torch.float32), None
+
+    return RowCodec("dense", dim, dim, dim * dtype.itemsize, 0, False, pack, unpack, read)
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------
+
+
+def arena_planes(arena: Tensor, region: RegionOffsets, heads: int, rows: int, codec: RowCodec) -> Planes:
+    """Views of one region in every page of `arena` u8 [pages, page_bytes] (rows contiguous, any stride between pages).
+
+    They live as long as the arena does. Raises LayoutError where the region does not fit the page.
+    """
+    if arena.dtype != torch.uint8 or arena.dim() != 2 or (arena.shape[1] > 1 and arena.stride(1) != 1):
+        raise LayoutError(
+            "this is not an arena of pages",
+            given=f"{arena.dtype} {tuple(arena.shape)}, strides {arena.stride()}",
+            allowed="uint8 [pages, page_bytes], contiguous pages",
+            action="map the arena as bytes",
+        )
+    codes_end = rows * codec.code_bytes
+    scales_end = region.scales_offset + rows * codec.scale_bytes
+    end = region.offset + heads * region.head_bytes
+    if codes_end > region.scales_offset or scales_end > region.head_bytes or end > arena.shape[1]:
+        raise LayoutError(
+            f"rows of codec {codec.name} do not fit the region's planes",
+            given=f"{rows} rows of {codec.code_bytes} + {codec.scale_bytes} bytes, {heads} heads; {region}",
+            allowed=f"planes that hold them, in a page of {arena.shape[1]} bytes",
+            action="compare the geometry digests of both ends",
+        )
+    span = arena[:, region.offset : end].view(len(arena), heads, region.head_bytes)
+    codes, scales = span[..., :codes_end], span[..., region.scales_offset : scales_end]
+    return Planes(
+        codes.view(len(arena), heads, rows, codec.code_bytes),
+        scales.view(len(arena), heads, rows, codec.scale_bytes),
+    )
+
+
+class RegionRows(NamedTuple):
+    """Rows of one region for n pages: `rows` [n, count, heads, dim] go to rows [first_row, first_row + count)."""
+
+    planes: Planes
+    codec: RowCodec
+    rows: Tensor
+
+
+@torch.no_grad()
+def pack_pages(page_ids: Tensor, regions: Sequence[RegionRows], first_row: int = 0) -> None:
+    """Pack rows of any number of regions into the pages `page_ids` int64 [n], in place.
+
+    Regions of one codec and dtype are packed in one pass; a row's record does not depend on what is packed beside it.
+    Nothing is written unless every row packs. Raises ArgumentError and LayoutError (shapes), and what packing raises.
+    """
+    groups: dict[tuple[str, int, torch.dtype], list[RegionRows]] = {}
+    for region in regions:
+        _check_rows(page_ids, region, first_row)
+        groups.setdefault((region.codec.name, region.codec.dim, region.rows.dtype), []).append(region)
+    packed: list[tuple[RegionRows, PackedRows]] = []
+    for members in groups.values():
+        codec = members[0].codec
+        rows = [member.rows.reshape(-1, codec.dim) for member in members]
+        together = codec.pack(torch.cat(rows) if len(rows) > 1 else rows[0])
+        first = 0
+        for member, own in zip(members, rows, strict=True):
+            packed.append((member, PackedRows(*(plane[first : first + len(own)] for plane in together))))
+            first += len(own)
+    for region, part in packed:
+        n, count, heads, _ = region.rows.shape
+        for plane, source in zip(region.planes, part, strict=True):
+            plane[page_ids, :, first_row : first_row + count] = source.view(n, count, heads, -1).transpose(1, 2)
+
+
+@torch.no_grad()
+def unpack_pages(
+    page_ids: Tensor, planes: Planes, codec: RowCodec, dtype: torch.dtype, first_row: int = 0, count: int | None = None
+) -> Tensor:
+    """Rows [n, count, heads, dim] of `dtype` from rows [first_row, first_row + count) (by default all) of n pages."""
+    end = planes.codes.shape[2] if count is None else first_row + count
+    codes, scales = (plane[:, :, first_row:end][page_ids] for plane in planes)
+    return codec.unpack(PackedRows(codes, scales), dtype).transpose(1, 2)
+
+
+def copy_records(from_page: int, to_page: int, regions: Sequence[Planes], num_rows: int) -> None:
+    """Copy the records of the first `num_rows` rows of a page to another page of the same arena, region by region."""
+    for planes in regions:
+        for plane in planes:
+            plane[to_page, :, :num_rows] = plane[from_page, :, :num_rows]
+
+
+def read_rows(pages: Sequence[int], planes: Planes, codec: RowCodec, begin: int, end: int) -> PackedRows:
+    """Records [begin, end) of a run of pages, head-major: u8 [heads, end - begin, bytes]; new tensors, or views of one.
+
+    Row i is row i % rows of page i // rows. Bytes outside the range are not interpreted.
+    """
+    out = []
+    for plane in planes:
+        together = torch.cat([plane[page] for page in pages], dim=1) if len(pages) > 1 else plane[pages[0]]
+        out.append(together[:, begin:end].contiguous())
+    return PackedRows(*out)
+
+
+def _check_rows(page_ids: Tensor, region: RegionRows, first_row: int) -> None:
+    codes, rows, codec = region.planes.codes, region.rows, region.codec
+    want = (len(page_ids), codes.shape[1], codec.dim)
+    ok = rows.dim() == 4 and (rows.shape[0], *rows.shape[2:]) == want
+    if not ok or first_row < 0 or first_row + rows.shape[1] > codes.shape[2]:
+        raise LayoutError(
+            "rows do not fit the region's pages",
+            given=f"rows {tuple(rows.shape)} from row {first_row}",
+            allowed=f"[{want[0]}, up to {codes.shape[2]} - first_row, {want[1]}, {want[2]}]",
+            action="pass [pages, rows, heads, dim]",
+        )
+    if codes.shape[3] != codec.code_bytes or region.planes.scales.shape[3] != codec.scale_bytes:
+        raise LayoutError(
+            f"planes do not hold records of codec {codec.name}",
+            given=f"{codes.shape[3]} + {region.planes.scales.shape[3]} bytes",
+            allowed=f"{codec.code_bytes} + {codec.scale_bytes} bytes",
+            action="take the planes with the region's own codec",
+        )
