@@ -13,7 +13,8 @@ MIN_WIDTH = 8
 MAX_WIDTH = 2047
 SCALE_BYTES = 4  # f32, one a part
 V4_WIDTH = 512
-V4_FP8_RECORD_BYTES = 448 + 2 * 64 + 2 * 7  # e4m3 codes, bf16 RoPE coordinates, bf16 amax of each block of 64
+V4_FP8_CODE_BYTES = 448 + 2 * 64  # e4m3 codes, then the RoPE coordinates as bf16
+V4_FP8_SCALE_BYTES = 2 * 7  # bf16 amax of each block of 64
 
 
 @lru_cache

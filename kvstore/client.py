@@ -1,7 +1,10 @@
 """A worker's attachment to the kvstore: mapped arenas, the control block, and the calls. Synchronous and thread-safe.
 
-Hot path: at most one call a step (``reserve`` for all sequences that cross a page border; most steps need none). Token
-logging and commits are plain memory writes through ``control``.
+Hot path: at most two calls a step (``reserve`` and ``seal`` for all sequences that cross a page border; most steps need
+none). Token logging and commits are plain memory writes through ``control``.
+
+The worker does what an answer asks for (copies, tail copies, refills, in this order) before its next call: the sources
+may be handed on after that.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -18,15 +21,51 @@ from typing import Any
 
 import grpc
 
+from kvstore import messages
+from kvstore.answers import (
+    Admitted,
+    Forked,
+    NewPage,
+    PageCopy,
+    Refill,
+    Refused,
+    Relinked,
+    SealResult,
+    Split,
+    TailCopy,
+    Truncated,
+)
 from kvstore.arena import Arena
+from kvstore.checksum import page_checksum
 from kvstore.control import ControlBlock
 from kvstore.fd_server import fetch
 from kvstore.geometry import CacheGeometry
-from kvstore.sequences import Admitted, PageCopy, Refused
+from kvstore.retention import pages_for, sealed_base
 from protos import kvstore_pb2, kvstore_pb2_grpc, rpc
 from protos.errors import DeadlineExceeded, KvStoreLost, PreconditionFailed, TailpackError, Unavailable
 
-__all__ = ["Admitted", "Arena", "Attachment", "ControlBlock", "OpenRequest", "PageCopy", "Refused", "attach", "stats"]
+__all__ = [
+    "Admitted",
+    "Arena",
+    "Attachment",
+    "ControlBlock",
+    "Forked",
+    "NewPage",
+    "OpenRequest",
+    "PageCopy",
+    "Refill",
+    "Refused",
+    "Relinked",
+    "SealResult",
+    "Split",
+    "TailCopy",
+    "Truncated",
+    "attach",
+    "page_checksum",
+    "stats",
+    "verify",
+    "watch",
+]
 
 CALL_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
@@ -38,6 +77,9 @@ class OpenRequest:
 
     ``frozen_request`` is kept in the control block (at most control.MAX_FROZEN_BYTES): what a new worker needs besides
     the token log. The prompt is in the log already; leave it out.
+
+    ``reuse`` False computes the prompt even where its pages are cached; ``exact_only`` takes only what is exactly what
+    this sequence would have computed (Admitted.prefix_exact is then True).
     """
 
     request_id: str
@@ -45,6 +87,8 @@ class OpenRequest:
     prompt_token_ids: Sequence[int]
     max_tokens: int
     frozen_request: bytes = b""
+    reuse: bool = True
+    exact_only: bool = False
 
 
 def attach(
@@ -57,6 +101,7 @@ def attach(
     max_sequences: int,
     max_sequence_tokens: int,
     weights_digest: bytes,
+    checkpoint_slots: int = 0,
     timeout_s: float = 30.0,
     on_lost: Callable[[str], None] | None = None,
 ) -> Attachment:
@@ -64,6 +109,8 @@ def attach(
 
     Args:
         socket: the store's gRPC socket.
+        arena_bytes: for pages and tails together.
+        checkpoint_slots: tails kept beside those of the sequences, for exact resumes.
         timeout_s: for the store to allocate the arenas and answer (about a second for 4 GiB).
         on_lost: called once, from a thread of its own, when the attachment ends other than by ``close``.
 
@@ -82,16 +129,17 @@ def attach(
         max_sequences=max_sequences,
         max_sequence_tokens=max_sequence_tokens,
         weights_digest=weights_digest,
+        checkpoint_slots=checkpoint_slots,
     )
     session = _Session(socket, asked, timeout_s, on_lost)
     try:
         if session.attached.geometry_digest != geometry.digest():
             raise _mismatch(session.attached.geometry_digest.hex(), geometry.summary())
-        arenas, control = _map(session.attached, geometry, timeout_s)
+        arenas, tails, control = _map(session.attached, geometry, timeout_s)
     except BaseException:
         session.close()
         raise
-    return Attachment(session, geometry, arenas, control)
+    return Attachment(session, geometry, arenas, tails, control)
 
 
 def stats(socket: Path, *, timeout_s: float = CALL_TIMEOUT_S) -> kvstore_pb2.KvStatsResponse:
@@ -103,6 +151,38 @@ def stats(socket: Path, *, timeout_s: float = CALL_TIMEOUT_S) -> kvstore_pb2.KvS
             raise _not_there(socket, rpc.error_from(failure)) from failure
 
 
+def verify(socket: Path, *, timeout_s: float = 60.0) -> list[str]:
+    """Integrity problems that the store finds in its tables, hashes and checksums; empty when all is well."""
+    with rpc.sync_channel(f"unix:{socket}") as channel:
+        try:
+            stub = kvstore_pb2_grpc.KvStoreStub(channel)
+            return list(stub.Verify(kvstore_pb2.VerifyRequest(), timeout=timeout_s).problems)
+        except grpc.RpcError as failure:
+            raise _not_there(socket, rpc.error_from(failure)) from failure
+
+
+def watch(
+    socket: Path, device: str, *, incarnation: str = "", cursor: int = 0, timeout_s: float | None = None
+) -> Iterator[kvstore_pb2.WatchResponse]:
+    """Which pages of a device can be reused, as they come and go. Close the iterator to end the stream.
+
+    The first response is a snapshot unless ``cursor`` is one that this ``incarnation`` still remembers. ``lost`` says
+    that what the caller had is void; a snapshot comes with it.
+
+    Raises:
+        Unavailable: KVSTORE_NOT_THERE. NotFound: UNKNOWN_DEVICE.
+    """
+    with rpc.sync_channel(f"unix:{socket}") as channel:
+        request = kvstore_pb2.WatchRequest(device=device, incarnation=incarnation, cursor=cursor)
+        stream = kvstore_pb2_grpc.KvStoreStub(channel).Watch(request, timeout=timeout_s)
+        try:
+            yield from stream
+        except grpc.RpcError as failure:
+            raise _not_there(socket, rpc.error_from(failure)) from failure
+        finally:
+            stream.cancel()
+
+
 class Attachment:
     """A live hold on one device's memory; a context manager that detaches.
 
@@ -112,13 +192,21 @@ class Attachment:
     """
 
     def __init__(
-        self, session: _Session, geometry: CacheGeometry, arenas: Mapping[str, Arena], control: ControlBlock
+        self,
+        session: _Session,
+        geometry: CacheGeometry,
+        arenas: Mapping[str, Arena],
+        tails: Mapping[str, Arena],
+        control: ControlBlock,
     ) -> None:
         self._session = session
         self.epoch: int = session.attached.epoch
         self.store_incarnation: str = session.attached.store_incarnation
         self.geometry = geometry
         self.arenas = MappingProxyType(dict(arenas))
+        """By group, of the groups that have pages."""
+        self.tails = MappingProxyType(dict(tails))
+        """By group, of the groups that have a tail; a page of these arenas is a tail slot."""
         self.control = control
 
     @property
@@ -127,7 +215,8 @@ class Attachment:
         return self._session.lost
 
     def open(self, sequences: Sequence[OpenRequest]) -> list[Admitted | Refused]:
-        """Admits each, with the pages of its worst case promised, or refuses it; answers in the order asked.
+        """Admits each, with cached pages of its prompt pinned and the rest of its worst case promised, or refuses it;
+        answers in the order asked.
 
         Raises:
             InvalidRequest, TooLarge: one of them is malformed; then none was admitted.
@@ -141,65 +230,134 @@ class Attachment:
                     prompt_token_ids=s.prompt_token_ids,
                     max_tokens=s.max_tokens,
                     frozen_request=s.frozen_request,
+                    no_reuse=not s.reuse,
+                    exact_only=s.exact_only,
                 )
                 for s in sequences
             ],
         )
         response = self._session.call(self._session.stub.Open, request)
-        return [
-            Admitted(r.slot)
-            if r.admitted
-            else Refused(r.short_group, int(r.pages_needed), int(r.pages_free), int(r.pages_total))
-            for r in response.results
-        ]
+        return [messages.open_from(result) for result in response.results]
 
-    def reserve(self, wanted: Sequence[tuple[int, int]]) -> dict[int, dict[str, list[int]]]:
-        """Makes room for ``num_tokens`` tokens of each (slot, num_tokens), out of what was promised.
+    def due(self, slot: int, num_tokens: int, step_tokens: int) -> bool:
+        """Whether ``reserve`` would hand out anything at (num_tokens, step_tokens); reads the control block only."""
+        for group in self.geometry.groups:
+            if group.packed:
+                base = self.control.base(slot, group.name)
+                if sealed_base(base, num_tokens, step_tokens, group.effective_window, self.geometry.margin) > base:
+                    return True
+            elif group.has_pages and pages_for(num_tokens) > self.control.num_pages(slot, group.name):
+                return True
+        return False
+
+    def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> dict[int, dict[str, list[NewPage]]]:
+        """Hands out promised pages for each (slot, num_tokens, step_tokens).
+
+        Dense groups get pages until ``num_tokens`` tokens have room. Packed groups get the pages that sealing at
+        (num_tokens, step_tokens) will need; ``NewPage.source`` says what is in them already.
 
         Returns:
-            slot -> group -> new page ids in token order; slots that already had room are left out.
+            slot -> group -> new pages in token order; slots that needed none are left out.
 
         Raises:
             NotFound: UNKNOWN_SLOT. InvalidRequest: OVER_PROMISE, DUPLICATE_SLOT. Nothing was reserved then.
         """
         self._session.demand_alive()
-        # The control block says how many pages a slot has, so only steps that cross a page border cost a call.
-        short = [(slot, num_tokens) for slot, num_tokens in wanted if num_tokens > self.control.room(slot)]
+        # The control block says what a slot has, so only steps that cross a page border cost a call.
+        short = [w for w in wanted if not self.control.is_live(w[0]) or self.due(*w)]
         if not short:
             return {}
         request = kvstore_pb2.ReserveRequest(epoch=self.epoch, sequences=_slot_tokens(short))
-        response = self._session.call(self._session.stub.Reserve, request)
-        return {s.slot: {g.group: list(g.page_ids) for g in s.groups} for s in response.sequences}
+        return messages.reserve_from(self._session.call(self._session.stub.Reserve, request))
 
-    def seal(self, sealed: Sequence[tuple[int, int]]) -> int:
-        """Declares tokens [0, num_tokens) of each slot final; whole pages below are immutable from now on.
+    def seal(
+        self,
+        sealed: Sequence[tuple[int, int, int]],
+        checksums: Mapping[tuple[str, int], int] | None = None,
+    ) -> SealResult:
+        """Declares tokens [0, num_tokens) of each (slot, num_tokens, step_tokens) final and the pages reserved for them
+        written: they are published, and the bases of packed groups move.
 
-        Returns:
-            Pages sealed by this call, all groups together.
+        Args:
+            checksums: (group, page id) -> ``page_checksum`` of pages that were written; what ``verify`` compares.
 
         Raises:
-            PreconditionFailed: NOT_COMMITTED, commit first.
+            PreconditionFailed: NOT_COMMITTED, commit first; NOT_RESERVED, reserve the same numbers first.
         """
-        request = kvstore_pb2.SealRequest(epoch=self.epoch, sequences=_slot_tokens(sealed))
-        return int(self._session.call(self._session.stub.Seal, request).pages_sealed)
+        request = kvstore_pb2.SealRequest(
+            epoch=self.epoch,
+            sequences=_slot_tokens(sealed),
+            checksums=[
+                kvstore_pb2.PageChecksum(group=group, page_id=page_id, checksum=checksum)
+                for (group, page_id), checksum in (checksums or {}).items()
+            ],
+        )
+        return messages.seal_from(self._session.call(self._session.stub.Seal, request))
 
-    def truncate(self, slot: int, num_tokens: int) -> list[PageCopy]:
+    def truncate(self, slot: int, num_tokens: int) -> Truncated:
         """Forgets the tokens from num_tokens on; logged and committed lengths are lowered before this returns.
 
-        Returns:
-            Copies that the caller makes before it writes to any page. Both pages are in its arenas.
-
         Raises:
-            PreconditionFailed: TRUNCATE_EXTENDS.
+            PreconditionFailed: TRUNCATE_EXTENDS; TRUNCATE_TOO_DEEP, what the tail would be refilled from is not there.
+            CapacityError: ARENA_FULL, pages that are shared with others have no replacement now.
+            Nothing was changed then.
         """
         request = kvstore_pb2.TruncateRequest(epoch=self.epoch, slot=slot, num_tokens=num_tokens)
-        response = self._session.call(self._session.stub.Truncate, request)
-        return [PageCopy(c.group, c.from_page, c.to_page, c.num_tokens) for c in response.copies]
+        return messages.truncate_from(self._session.call(self._session.stub.Truncate, request))
+
+    def fork(self, slot: int, request_id: str, max_tokens: int, frozen_request: bytes = b"") -> Forked | Refused:
+        """A new sequence with the committed tokens of another; sealed pages are shared, open pages and tails copied.
+
+        Args:
+            max_tokens: worst case of the new sequence, from its first token.
+            frozen_request: of the new sequence; empty: the parent's.
+
+        Raises:
+            NotFound: UNKNOWN_SLOT. InvalidRequest, TooLarge: max_tokens.
+        """
+        request = kvstore_pb2.ForkRequest(
+            epoch=self.epoch, slot=slot, request_id=request_id, max_tokens=max_tokens, frozen_request=frozen_request
+        )
+        return messages.fork_from(self._session.call(self._session.stub.Fork, request))
+
+    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> list[TailCopy]:
+        """Keeps the sequence's tails as they are now, so that its first ``num_tokens`` tokens can be resumed exactly.
+
+        Args:
+            num_tokens: the committed length; or less, while the tails still hold that window.
+            kind: "prompt_end", "turn_end" or "junction".
+
+        Returns:
+            Copies that the caller makes before its next call; empty when no checkpoint is taken (no budget, or it is
+            there already).
+
+        Raises:
+            InvalidRequest: UNKNOWN_CHECKPOINT_KIND. PreconditionFailed: CHECKPOINT_NOT_DENSE.
+        """
+        request = kvstore_pb2.CheckpointRequest(epoch=self.epoch, slot=slot, num_tokens=num_tokens, kind=kind)
+        return messages.tail_copies_from(self._session.call(self._session.stub.Checkpoint, request).copies)
 
     def release(self, slots: Sequence[int]) -> int:
-        """Ends sequences; returns the pages freed. Raises NotFound (UNKNOWN_SLOT): then none was released."""
+        """Ends sequences; pages with a hash stay cached for others. Returns the pages let go.
+
+        Raises:
+            NotFound: UNKNOWN_SLOT; then none was released.
+        """
         request = kvstore_pb2.ReleaseRequest(epoch=self.epoch, slots=slots)
         return int(self._session.call(self._session.stub.Release, request).pages_freed)
+
+    def verify(self) -> list[str]:
+        """Integrity problems that the store finds; empty when all is well."""
+        return list(self._session.call(self._session.stub.Verify, kvstore_pb2.VerifyRequest()).problems)
+
+    def watch(self, *, incarnation: str = "", cursor: int = 0) -> Iterator[kvstore_pb2.WatchResponse]:
+        """See ``kvstore.client.watch``; of this attachment's device."""
+        request = kvstore_pb2.WatchRequest(device=self._session.device, incarnation=incarnation, cursor=cursor)
+        stream = self._session.call(self._session.stub.Watch, request, timeout_s=None)
+        try:
+            yield from stream
+        finally:
+            stream.cancel()
 
     def stats(self) -> kvstore_pb2.KvStatsResponse:
         response: kvstore_pb2.KvStatsResponse = self._session.call(
@@ -212,7 +370,7 @@ class Attachment:
         time.
         """
         self._session.close()
-        for arena in self.arenas.values():
+        for arena in (*self.arenas.values(), *self.tails.values()):
             arena.close()
 
     def __enter__(self) -> Attachment:
@@ -235,6 +393,7 @@ class _Session:
         on_lost: Callable[[str], None] | None,
     ) -> None:
         self.lost: str | None = None
+        self.device = asked.device
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._channel = rpc.sync_channel(f"unix:{socket}")
@@ -261,11 +420,11 @@ class _Session:
         if self.lost is not None:
             raise _lost(self.lost)
 
-    def call(self, method: Any, request: Any) -> Any:
+    def call(self, method: Any, request: Any, *, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
         """One unary call. Raises KvStoreLost when the attachment is over or the store does not answer."""
         self.demand_alive()
         try:
-            return method(request, timeout=CALL_TIMEOUT_S)
+            return method(request, timeout=timeout_s)
         except ValueError as failure:  # the channel was closed by another thread
             raise _lost(self.lost or str(failure)) from failure
         except grpc.RpcError as failure:
@@ -315,10 +474,13 @@ class _Session:
 
 def _map(
     attached: kvstore_pb2.Attached, geometry: CacheGeometry, timeout_s: float
-) -> tuple[dict[str, Arena], ControlBlock]:
-    """Fetches and maps everything; the descriptors are closed again (mappings hold their own)."""
+) -> tuple[dict[str, Arena], dict[str, Arena], ControlBlock]:
+    """Fetches and maps page arenas, tail arenas and the control block; the descriptors are closed again (mappings hold
+    their own).
+    """
     manifest, fds = fetch(Path(attached.fd_socket), attached.fd_ticket, timeout_s=timeout_s)
     arenas: dict[str, Arena] = {}
+    tails: dict[str, Arena] = {}
     control: ControlBlock | None = None
     try:
         for entry, fd in zip(manifest.entries, fds, strict=True):
@@ -326,25 +488,35 @@ def _map(
                 raise _mismatch(f"{os.fstat(fd).st_size} bytes behind {entry.kind} {entry.group}", f"{entry.num_bytes}")
             if entry.kind == "control":
                 control = ControlBlock(mmap.mmap(fd, entry.num_bytes))
-            else:
-                expected = geometry.group(entry.group).page_bytes
-                if entry.page_bytes != expected or entry.num_pages * expected != entry.num_bytes:
-                    raise _mismatch(f"{entry.page_bytes} bytes a page in group {entry.group}", f"{expected}")
-                # Populated: the first step that reaches a page must not pay for its fault.
-                mapping = mmap.mmap(fd, entry.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                arenas[entry.group] = Arena(entry.group, entry.num_pages, expected, mapping)
+                continue
+            group = geometry.group(entry.group)
+            expected = group.page_bytes if entry.kind == "arena" else geometry.tail_slot_bytes(group)
+            if entry.page_bytes != expected or entry.num_pages * expected != entry.num_bytes:
+                raise _mismatch(f"{entry.page_bytes} bytes a page in {entry.kind} {entry.group}", f"{expected}")
+            # Populated: the first step that reaches a page must not pay for its fault.
+            mapping = mmap.mmap(fd, entry.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            (arenas if entry.kind == "arena" else tails)[entry.group] = Arena(
+                entry.group, entry.num_pages, expected, mapping
+            )
     finally:
         for fd in fds:
             os.close(fd)
-    if control is None or set(arenas) != {group.name for group in geometry.groups}:
-        raise _mismatch(f"arenas {sorted(arenas)}, control block {control is not None}", geometry.summary())
+    paged = {group.name for group in geometry.groups if group.has_pages}
+    tailed = {group.name for group in geometry.groups if group.has_tail}
+    if control is None or set(arenas) != paged or set(tails) != tailed:
+        raise _mismatch(
+            f"arenas {sorted(arenas)}, tails {sorted(tails)}, control block {control is not None}", geometry.summary()
+        )
     if control.geometry_digest != geometry.digest():
         raise _mismatch(f"{control.geometry_digest.hex()} in the control block", geometry.summary())
-    return arenas, control
+    return arenas, tails, control
 
 
-def _slot_tokens(pairs: Sequence[tuple[int, int]]) -> list[kvstore_pb2.SlotTokens]:
-    return [kvstore_pb2.SlotTokens(slot=slot, num_tokens=num_tokens) for slot, num_tokens in pairs]
+def _slot_tokens(wanted: Sequence[tuple[int, int, int]]) -> list[kvstore_pb2.SlotTokens]:
+    return [
+        kvstore_pb2.SlotTokens(slot=slot, num_tokens=num_tokens, step_tokens=step_tokens)
+        for slot, num_tokens, step_tokens in wanted
+    ]
 
 
 def _mismatch(store: str, worker: str) -> PreconditionFailed:

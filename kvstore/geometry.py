@@ -1,31 +1,57 @@
 """What a model's KV cache looks like, as data: layer groups, regions, modes, and the bytes that follow from them.
 
-A page holds 128 consecutive tokens of one layer group, all its layers, in one contiguous blob. Its layout is a pure
-function of (geometry, LAYOUT_VERSION); both ends of an attach compare the digest. No torch, no numpy.
+A page holds 128 consecutive tokens of one layer group, all its layers, in one contiguous blob; a tail slot holds the
+dense rows of one sequence's newest tokens in one group, a ring a region. Both layouts are pure functions of (geometry,
+LAYOUT_VERSION); both ends of an attach compare the digest. No torch, no numpy.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from kernels import page_layout
+from kernels.page_layout import PageLayout
+from kernels.record_sizes import (
+    MAX_WIDTH,
+    MIN_WIDTH,
+    SCALE_BYTES,
+    V4_FP8_CODE_BYTES,
+    V4_FP8_SCALE_BYTES,
+    V4_WIDTH,
+    code_bytes,
+    parts,
+)
+from kernels.widths import COMPILED_WIDTHS, PRESETS
 from protos import kvstore_pb2
-from protos.errors import ConfigError
+from protos.errors import ConfigError, PreconditionFailed
 from protos.page_hash import PAGE_TOKENS
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 DEFAULT_MARGIN = 16
-PLANE_ALIGNMENT = 128  # bytes; every region's plane starts at a multiple of it
+DEFAULT_DENSE_WINDOW = 128
+MAX_DENSE_MODEL_WINDOW = (
+    256  # a model window of at most this stays dense; of a larger one, the newest dense_window tokens
+)
+DEFAULT_MAX_STEP_TOKENS = 9  # a verify step of 8 drafted tokens
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-COMPILED_MODES = ("dense",)
+COMPILED_MODES = ("dense", "turboquant", "fp8", "window")
+PACKED_MODES = ("turboquant", "fp8")
+V4_RAW = ("raw", V4_WIDTH)  # kind and width of the rows that have an fp8 record of their own
 MAX_NAME_BYTES = 64
+EDGES = "-edges"
 _NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_BYTES}}}\Z")  # no spaces or newlines: describe() stays unambiguous
 
 
 @dataclass(frozen=True)
 class Region:
-    """One kind of row in one layer: ``heads`` vectors of ``dim`` values for every ``ratio`` tokens."""
+    """One kind of row in one layer: ``heads`` vectors of ``dim`` values for every ``ratio`` tokens.
+
+    ``tail_only`` marks rows that wait for their partial group (a compressor's): one a token, kept in the tail's ring,
+    never in a page.
+    """
 
     layer: int
     kind: str
@@ -33,6 +59,7 @@ class Region:
     dim: int
     dtype: str
     ratio: int = 1
+    tail_only: bool = False
 
     def __post_init__(self) -> None:
         where = f"region {self.kind!r} of layer {self.layer}"
@@ -43,30 +70,56 @@ class Region:
             raise ConfigError(f"{where} has a size below 1", given=self, allowed="heads, dim, ratio >= 1; layer >= 0")
         if PAGE_TOKENS % self.ratio:
             raise ConfigError(f"{where} does not fill a page", given=self.ratio, allowed=f"divisors of {PAGE_TOKENS}")
+        if self.tail_only and self.ratio != 1:
+            raise ConfigError(f"{where} is tail_only and so has a row a token", given=self.ratio, allowed="ratio 1")
 
     @property
     def rows_per_page(self) -> int:
         return PAGE_TOKENS // self.ratio
 
+    @property
+    def row_bytes(self) -> int:
+        """A row as computed, all heads."""
+        return self.heads * self.dim * ITEM_BYTES[self.dtype]
+
 
 @dataclass(frozen=True)
 class Plane:
-    """Where a region lies in a page: ``shape`` = (rows, heads, dim), C order, at byte ``offset``."""
+    """Where one plane of a region lies in a page or in a tail slot, at byte ``offset``.
+
+    part "rows": dense rows, ``shape`` (rows, heads, dim) in the region's dtype. Parts "codes" and "scales": ``shape``
+    (heads, rows, bytes) of uint8, in the planes of ``kernels.page_layout``. ``strides`` are in bytes. ``num_bytes``
+    counts the plane's own bytes, without padding; a head's planes of a packed region are ``strides[0]`` apart.
+    """
 
     region: Region
     offset: int
     shape: tuple[int, int, int]
     num_bytes: int
+    part: str = "rows"
+    strides: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Regions that share a window, a retention and a mode. ``window`` 0 means the model attends to everything."""
+    """Regions that share a window, a retention and a mode.
+
+    Args:
+        mode: "dense", "turboquant", "fp8" or "window" (DESIGN.md 3.1).
+        preset: bits of keys and values in mode turboquant: "tq4", "tq4v3", "tq3" or "tq3v2"; else empty.
+        window: the model's attention window in tokens, the query's own included; 0 means that it attends to everything.
+        dense_window: tokens that stay dense where the model has no window, or one above 256.
+
+    Raises:
+        ConfigError: a value is out of range, or mode, preset, window and widths do not go together.
+    """
 
     name: str
     regions: tuple[Region, ...]
     mode: str = "dense"
+    preset: str = ""
     window: int = 0
+    dense_window: int = DEFAULT_DENSE_WINDOW
 
     def __post_init__(self) -> None:
         _check_name(self.name, "layer group name")
@@ -74,43 +127,171 @@ class LayerGroup:
             raise ConfigError(
                 f"window of layer group {self.name!r} is negative", given=self.window, allowed="0 or more"
             )
+        if self.dense_window < 1:
+            raise ConfigError(
+                f"dense_window of layer group {self.name!r} is below 1", given=self.dense_window, allowed="1 or more"
+            )
         if not self.regions:
             raise ConfigError(f"layer group {self.name!r} has no regions")
-        if self.mode not in COMPILED_MODES:
-            raise ConfigError(
-                f"KV mode of layer group {self.name!r} is not built", given=self.mode, allowed=", ".join(COMPILED_MODES)
-            )
         keys = [(region.layer, region.kind) for region in self.regions]
         if len(set(keys)) != len(keys):
             raise ConfigError(f"layer group {self.name!r} names a region twice", given=keys)
+        if not self.paged_regions:
+            raise ConfigError(f"layer group {self.name!r} has tail_only regions alone", given=keys)
+        self._check_mode()
+
+    def _check_mode(self) -> None:
+        where = f"layer group {self.name!r}"
+        if self.mode not in COMPILED_MODES:
+            raise ConfigError(f"KV mode of {where} is unknown", given=self.mode, allowed=", ".join(COMPILED_MODES))
+        if self.mode == "turboquant" and self.preset not in PRESETS:
+            raise ConfigError(
+                f"mode turboquant of {where} needs a preset", given=repr(self.preset), allowed=", ".join(PRESETS)
+            )
+        if self.mode != "turboquant" and self.preset:
+            raise ConfigError(
+                f"mode {self.mode} of {where} takes no preset",
+                given=self.preset,
+                allowed="none",
+                hint="presets belong to mode turboquant",
+            )
+        if self.mode == "window" and not self.window:
+            raise ConfigError(
+                f"mode window of {where} would drop tokens that the model attends to",
+                reason="NO_MODEL_WINDOW",
+                given="no model window",
+                allowed="layer groups with a window",
+                hint="use dense, turboquant or fp8 for this group",
+            )
+        if self.packed:
+            for region in self.paged_regions:
+                if not MIN_WIDTH <= region.dim <= MAX_WIDTH:
+                    raise ConfigError(
+                        f"mode {self.mode} has no codec for region {region.kind!r} of layer {region.layer}",
+                        reason="NO_CODEC_FOR_WIDTH",
+                        given=f"width {region.dim}",
+                        allowed=f"{MIN_WIDTH} to {MAX_WIDTH}",
+                        hint="use mode dense for this layer group",
+                    )
+
+    # --- what the mode means ---
+
+    @property
+    def packed(self) -> bool:
+        return self.mode in PACKED_MODES
+
+    @property
+    def effective_window(self) -> int:
+        """Tokens that a query reads densely: the model's window where it is at most 256, else dense_window.
+
+        In mode window nothing is packed, so there it is the model's window whatever its size.
+        """
+        if 0 < self.window <= MAX_DENSE_MODEL_WINDOW or self.mode == "window":
+            return self.window
+        return self.dense_window
+
+    @property
+    def retained_window(self) -> int:
+        """The model's window where pages behind it are freed (it is larger than the dense one); 0: pages are kept."""
+        return self.window if self.packed and self.window > self.effective_window else 0
+
+    @property
+    def paged_regions(self) -> tuple[Region, ...]:
+        """Regions whose rows go into pages (in mode window: would)."""
+        return tuple(region for region in self.regions if not region.tail_only)
+
+    @property
+    def tail_regions(self) -> tuple[Region, ...]:
+        """Regions that have a ring in the tail: all, but in mode dense only those that have no place in a page."""
+        return tuple(region for region in self.regions if region.tail_only or self.mode != "dense")
+
+    @property
+    def has_pages(self) -> bool:
+        return self.mode != "window"
+
+    @property
+    def has_tail(self) -> bool:
+        return bool(self.tail_regions)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether some rows cannot be computed again from pages, so that only kept boundaries can be resumed."""
+        return any(region.tail_only for region in self.regions)
+
+    def codec(self, region: Region) -> str:
+        """Name of the row codec in ``kernels.page_codec``: keys and shared rows take the preset's key bits."""
+        if self.mode == "turboquant":
+            preset = PRESETS[self.preset]
+            return f"tq{preset.value_bits if region.kind == 'v' else preset.key_bits}"
+        if self.mode == "fp8":
+            return "v4fp8" if (region.kind, region.dim) == V4_RAW else "fp8"
+        return "dense"
+
+    # --- bytes of a page ---
+
+    def record_bytes(self, region: Region) -> tuple[int, int]:
+        """(code bytes, scale bytes) of one row of one head in a page."""
+        codec = self.codec(region)
+        if codec == "dense":
+            return region.dim * ITEM_BYTES[region.dtype], 0
+        if codec == "fp8":
+            return region.dim, SCALE_BYTES
+        if codec == "v4fp8":
+            return V4_FP8_CODE_BYTES, V4_FP8_SCALE_BYTES
+        return code_bytes(region.dim, int(codec[2:])), SCALE_BYTES * len(parts(region.dim))
+
+    def layout(self) -> PageLayout:
+        """The packed page's layout, in the order of ``paged_regions``; for modes turboquant and fp8."""
+        return page_layout.page_layout(
+            [
+                page_layout.Region(region.rows_per_page, region.heads, *self.record_bytes(region))
+                for region in self.paged_regions
+            ]
+        )
 
     def planes(self) -> tuple[Plane, ...]:
-        """The page's layout, in the order of ``regions``."""
-        planes, offset = [], 0
-        for region in self.regions:
-            shape = (region.rows_per_page, region.heads, region.dim)
-            num_bytes = shape[0] * shape[1] * shape[2] * ITEM_BYTES[region.dtype]
-            planes.append(Plane(region, offset, shape, num_bytes))
-            offset = _align(offset + num_bytes)
+        """The page's planes, in the order of ``paged_regions``; none in mode window, which has no pages."""
+        if not self.has_pages:
+            return ()
+        if not self.packed:
+            return _dense_planes((region, region.rows_per_page) for region in self.paged_regions)
+        planes = []
+        for region, at in zip(self.paged_regions, self.layout().regions, strict=True):
+            for part, offset, size in (
+                ("codes", at.offset, at.region.code_bytes),
+                ("scales", at.offset + at.scales_offset, at.region.scale_bytes),
+            ):
+                shape, rows = (region.heads, region.rows_per_page, size), region.rows_per_page
+                planes.append(Plane(region, offset, shape, region.heads * rows * size, part, (at.head_bytes, size, 1)))
         return tuple(planes)
 
     @property
     def page_bytes(self) -> int:
-        last = self.planes()[-1]
-        return _align(last.offset + last.num_bytes)
+        """Bytes of one page; 0 in mode window."""
+        if not self.has_pages:
+            return 0
+        return self.layout().page_bytes if self.packed else _end(self.planes())
 
 
 @dataclass(frozen=True)
 class CacheGeometry:
-    """A model's whole KV cache. Group names are unique."""
+    """A model's whole KV cache. Group names are unique.
+
+    Args:
+        margin: tokens that a rollback may take back and still be exact.
+        max_step_tokens: the most tokens that one decode or verify step adds to a sequence.
+    """
 
     groups: tuple[LayerGroup, ...]
     margin: int = DEFAULT_MARGIN
+    max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     layout_version: int = field(default=LAYOUT_VERSION)
 
     def __post_init__(self) -> None:
         if self.margin < 0:
             raise ConfigError("margin is negative", given=self.margin, allowed="0 or more")
+        if self.max_step_tokens < 1:
+            raise ConfigError("max_step_tokens is below 1", given=self.max_step_tokens, allowed="1 or more")
         names = [group.name for group in self.groups]
         if not names or len(set(names)) != len(names):
             raise ConfigError("a geometry needs layer groups of different names", given=names)
@@ -122,10 +303,41 @@ class CacheGeometry:
                 return group
         raise KeyError(name)
 
+    # --- bytes of a tail slot ---
+
+    def tail_tokens(self, group: LayerGroup) -> int:
+        """Tokens of a tail slot's rings, a multiple of 128, so that every ratio divides it; 0 without a tail.
+
+        window + margin + 128 + the most tokens a decode step adds + two steps' slack, whatever the sequence's length.
+        """
+        if not group.has_tail:
+            return 0
+        needed = group.effective_window + self.margin + PAGE_TOKENS + 3 * self.max_step_tokens
+        return -(-needed // PAGE_TOKENS) * PAGE_TOKENS
+
+    def tail_planes(self, group: LayerGroup) -> tuple[Plane, ...]:
+        """A ring of ``tail_tokens / ratio`` rows a region: row i = t // ratio of token t lies in ring row i % rows."""
+        tokens = self.tail_tokens(group)
+        return _dense_planes((region, tokens // region.ratio) for region in group.tail_regions)
+
+    def tail_slot_bytes(self, group: LayerGroup) -> int:
+        """Bytes of one tail slot; 0 without a tail."""
+        return _end(self.tail_planes(group)) if group.has_tail else 0
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of one sequence's tails, all groups."""
+        return sum(self.tail_slot_bytes(group) for group in self.groups)
+
     @property
     def bytes_per_token(self) -> float:
         """Page bytes per token, all groups."""
         return sum(group.page_bytes for group in self.groups) / PAGE_TOKENS
+
+    @property
+    def modes(self) -> str:
+        """The groups' modes for messages: "full turboquant tq4, full-edges dense"."""
+        return ", ".join(f"{g.name} {g.mode}{' ' + g.preset if g.preset else ''}" for g in self.groups)
 
     def digest(self) -> bytes:
         """blake2b-128 of everything that decides a page's bytes; equal in every process and on every machine."""
@@ -133,18 +345,30 @@ class CacheGeometry:
 
     def describe(self) -> str:
         """The text that the digest covers, also what a mismatch prints: one line a group, one a plane."""
-        lines = [f"layout {self.layout_version} page {PAGE_TOKENS} margin {self.margin}"]
+        lines = [
+            f"layout {self.layout_version} planes {page_layout.LAYOUT_VERSION} page {PAGE_TOKENS} margin {self.margin} "
+            f"step {self.max_step_tokens}"
+        ]
         for group in self.groups:
-            lines.append(f"group {group.name} mode {group.mode} window {group.window} page_bytes {group.page_bytes}")
-            for plane in group.planes():
-                r = plane.region
-                lines.append(f"  {r.layer}.{r.kind} ratio {r.ratio} {r.heads}x{r.dim} {r.dtype} at {plane.offset}")
+            lines.append(
+                f"group {group.name} mode {group.mode} preset {group.preset or '-'} window {group.window} "
+                f"dense_window {group.dense_window} page_bytes {group.page_bytes} "
+                f"tail {self.tail_tokens(group)} tokens {self.tail_slot_bytes(group)} bytes"
+            )
+            for where, planes in (("page", group.planes()), ("tail", self.tail_planes(group))):
+                for plane in planes:
+                    r = plane.region
+                    lines.append(
+                        f"  {where} {r.layer}.{r.kind} {plane.part} ratio {r.ratio} {r.heads}x{r.dim} {r.dtype} "
+                        f"{group.codec(r)} at {plane.offset}"
+                    )
         return "\n".join(lines)
 
     def summary(self) -> str:
         """One line for logs and messages."""
         groups = ", ".join(
-            f"{g.name}: {len({r.layer for r in g.regions})} layers, {g.mode}, {g.page_bytes} B/page"
+            f"{g.name}: {len({r.layer for r in g.regions})} layers, {g.mode}{' ' + g.preset if g.preset else ''}, "
+            f"{g.page_bytes} B/page"
             for g in self.groups
         )
         return f"{self.digest().hex()} (layout {self.layout_version}; {groups})"
@@ -153,14 +377,23 @@ class CacheGeometry:
         return kvstore_pb2.Geometry(
             layout_version=self.layout_version,
             margin=self.margin,
+            max_step_tokens=self.max_step_tokens,
             groups=[
                 kvstore_pb2.LayerGroup(
                     name=group.name,
                     mode=group.mode,
+                    preset=group.preset,
                     window=group.window,
+                    dense_window=group.dense_window,
                     regions=[
                         kvstore_pb2.Region(
-                            layer=r.layer, kind=r.kind, ratio=r.ratio, heads=r.heads, dim=r.dim, dtype=r.dtype
+                            layer=r.layer,
+                            kind=r.kind,
+                            ratio=r.ratio,
+                            heads=r.heads,
+                            dim=r.dim,
+                            dtype=r.dtype,
+                            tail_only=r.tail_only,
                         )
                         for r in group.regions
                     ],
@@ -177,17 +410,124 @@ class CacheGeometry:
                 LayerGroup(
                     name=group.name,
                     mode=group.mode,
+                    preset=group.preset,
                     window=group.window,
+                    dense_window=group.dense_window,
                     regions=tuple(
-                        Region(layer=r.layer, kind=r.kind, ratio=r.ratio, heads=r.heads, dim=r.dim, dtype=r.dtype)
-                        for r in group.regions
+                        Region(r.layer, r.kind, r.heads, r.dim, r.dtype, r.ratio, r.tail_only) for r in group.regions
                     ),
                 )
                 for group in message.groups
             ),
             margin=message.margin,
+            max_step_tokens=message.max_step_tokens,
             layout_version=message.layout_version,
         )
+
+
+def apply_mode(
+    geometry: CacheGeometry,
+    mode: str,
+    preset: str = "",
+    dense_layers: tuple[int, int] = (0, 0),
+    *,
+    compiled_only: bool = False,
+) -> CacheGeometry:
+    """The geometry with every group in ``mode``, but for the model's first and last layers, which stay dense.
+
+    Args:
+        dense_layers: how many of the model's first and last layers are pinned dense. They become groups of their own,
+            "<group>-edges".
+        compiled_only: refuse widths that no GPU kernel is compiled for (a worker on a GPU asks so).
+
+    Raises:
+        ConfigError: the mode does not go with a group (what LayerGroup raises), pins leave nothing for the mode
+        (MODE_NOT_ENGAGED), or a width has no kernel (WIDTH_NOT_COMPILED).
+    """
+    first, last = dense_layers
+    layers = sorted({region.layer for group in geometry.groups for region in group.regions})
+    if min(first, last) < 0:
+        raise ConfigError("dense_layers are negative", given=dense_layers, allowed="0 or more at either end")
+    if mode == "dense":
+        if first or last:
+            raise ConfigError(
+                "dense_layers pin nothing in mode dense", given=dense_layers, allowed="0,0", hint="leave them out"
+            )
+        return replace(geometry, groups=tuple(replace(g, mode=mode, preset=preset) for g in geometry.groups))
+    pinned = {*layers[:first], *(layers[-last:] if last else ())}
+    if len(pinned) == len(layers):
+        raise ConfigError(
+            f"dense_layers pin every layer, so mode {mode} would not engage",
+            reason="MODE_NOT_ENGAGED",
+            given=dense_layers,
+            allowed=f"fewer than {len(layers)} layers together",
+            hint="ask for mode dense, or pin fewer layers",
+        )
+    groups: list[LayerGroup] = []
+    for group in geometry.groups:
+        inner = tuple(region for region in group.regions if region.layer not in pinned)
+        edges = tuple(region for region in group.regions if region.layer in pinned)
+        if inner:
+            groups.append(replace(group, regions=inner, mode=mode, preset=preset))
+            if compiled_only:
+                _demand_compiled(groups[-1])
+        if edges:
+            groups.append(replace(group, name=group.name + EDGES, regions=edges, mode="dense", preset=""))
+    return replace(geometry, groups=tuple(groups))
+
+
+def demand_same_geometry(held: CacheGeometry, asked: CacheGeometry, what: str) -> None:
+    """Refuses to go on with KV of another form: ``what`` is held in ``held`` and was asked for in ``asked``.
+
+    Raises:
+        PreconditionFailed: MODE_MISMATCH names both modes; GEOMETRY_MISMATCH names the first line that differs (a head
+        count, a width, a window).
+    """
+    if held.modes != asked.modes:
+        raise PreconditionFailed(
+            f"{what} is in another KV mode",
+            reason="MODE_MISMATCH",
+            given=f"{asked.modes} (asked)",
+            allowed=f"{held.modes} (held)",
+            hint="use the mode that it was written in, or compute it again from its token log",
+        )
+    pairs = zip(held.describe().splitlines(), asked.describe().splitlines(), strict=False)
+    if held != asked:
+        one, two = next((pair for pair in pairs if pair[0] != pair[1]), (held.summary(), asked.summary()))
+        raise PreconditionFailed(
+            f"{what} has another geometry",
+            reason="GEOMETRY_MISMATCH",
+            given=f"{two.strip()} (asked)",
+            allowed=f"{one.strip()} (held)",
+            hint="head counts, widths and windows cannot change in the middle of a sequence",
+        )
+
+
+def _demand_compiled(group: LayerGroup) -> None:
+    for region in group.paged_regions:
+        if group.packed and region.dim not in COMPILED_WIDTHS:
+            raise ConfigError(
+                f"no GPU kernel of mode {group.mode} is compiled for region {region.kind!r} of layer {region.layer}",
+                reason="WIDTH_NOT_COMPILED",
+                given=f"width {region.dim}",
+                allowed=", ".join(map(str, COMPILED_WIDTHS)),
+                hint="use mode dense, or the CPU, which takes any width from 8 up",
+            )
+
+
+def _dense_planes(rows: Iterable[tuple[Region, int]]) -> tuple[Plane, ...]:
+    planes, offset = [], 0
+    for region, num_rows in rows:
+        item = ITEM_BYTES[region.dtype]
+        strides = (region.row_bytes, region.dim * item, item)
+        num_bytes = num_rows * region.row_bytes
+        planes.append(Plane(region, offset, (num_rows, region.heads, region.dim), num_bytes, "rows", strides))
+        offset = page_layout.aligned(offset + num_bytes)
+    return tuple(planes)
+
+
+def _end(planes: Sequence[Plane]) -> int:
+    return page_layout.aligned(planes[-1].offset + planes[-1].num_bytes)
 
 
 def _check_name(name: str, what: str) -> None:
@@ -195,7 +535,3 @@ def _check_name(name: str, what: str) -> None:
         raise ConfigError(
             f"{what} is malformed", given=repr(name[:80]), allowed=f"1 to {MAX_NAME_BYTES} of A-Z a-z 0-9 _ . -"
         )
-
-
-def _align(offset: int) -> int:
-    return -(-offset // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
