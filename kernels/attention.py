@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.errors import ArgumentError, LayoutError
-from kernels.page_codec import Planes, RowCodec, read_rows
+from kernels.page_codec import Planes, RowCodec, check_planes, read_pages
 from kernels.rotation import parts, rotate
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -37,7 +37,7 @@ _LOWEST = torch.finfo(torch.float32).min
 class PackedRegion(NamedTuple):
     """The packed rows of one region as attention reads them."""
 
-    planes: Planes  # u8 [pages, kv_heads, rows, bytes], of the whole arena
+    planes: Planes  # of the whole arena
     codec: RowCodec
 
 
@@ -80,19 +80,16 @@ def attend_packed(
     mask = _Mask(first_position, q.shape[0], num_tokens // ratio, ratio, window)
     state = _Softmax(_by_kv_head(_into_domain(q, keys.codec), kv_heads, sm_scale), values_or_keys.codec.width, softcap)
     block = _block_pages(keys.codec.width, kv_heads, page_rows, state.num_queries)
-    table = page_ids.tolist() if mask.begin < mask.end else []
-    first = mask.begin // page_rows // block * block
-    while first * page_rows < mask.end:
+    _check_pages(page_ids[mask.begin // page_rows : -(-mask.end // page_rows)], len(keys.planes.heads))
+    for first in range(mask.begin // page_rows // block * block, -(-mask.end // page_rows), block):
         begin = max(mask.begin, first * page_rows)
         end = min(mask.end, (first + block) * page_rows)
-        page = begin // page_rows  # pages of the block below `begin` are not looked at
-        pages = table[page : -(-end // page_rows)]
-        rows = (begin - page * page_rows, end - page * page_rows)
-        _check_pages(pages, keys.planes.codes.shape[0])
-        k, k_scale = keys.codec.read(read_rows(pages, *keys, *rows))
-        v, v_scale = (k, k_scale) if values is None else values.codec.read(read_rows(pages, *values, *rows))
+        page = begin // page_rows  # pages of the block below it are not looked at
+        pages = page_ids[page : -(-end // page_rows)]
+        inside = slice(begin - page * page_rows, end - page * page_rows)
+        k, k_scale = _rows_of(pages, keys, inside)
+        v, v_scale = (k, k_scale) if values is None else _rows_of(pages, values, inside)
         state.add(k, v, k_scale, v_scale, mask.hidden(begin, end, q.device))
-        first += block
     out, lse = state.result(q.shape[0])
     return Part(_out_of_domain(out, values_or_keys.codec), lse)
 
@@ -166,6 +163,11 @@ def merge(attended: Sequence[Part], sinks: Tensor | None = None) -> Tensor:
     for part, weight in zip(attended[1:], weights[1:], strict=False):
         out.addcmul_(part.out, weight.unsqueeze(-1))
     return out
+
+
+def _rows_of(pages: Tensor, region: PackedRegion, inside: slice) -> tuple[Tensor, Tensor | None]:
+    values, scale = read_pages(pages, *region)
+    return values[:, inside], None if scale is None else scale[:, inside]
 
 
 class _Mask:
@@ -296,21 +298,16 @@ def _check_packed(
     q: Tensor, keys: PackedRegion, values: PackedRegion, page_ids: Tensor, num_tokens: int, ratio: int
 ) -> tuple[int, int]:
     """Number of kv heads and rows a page."""
-    for side, (planes, codec) in (("key", keys), ("value", values)):
-        want = (codec.code_bytes, codec.scale_bytes)
-        ok = all(plane.dim() == 4 and plane.dtype == torch.uint8 for plane in planes)
-        if (
-            not ok
-            or tuple(p.shape[3] for p in planes) != want
-            or any(p.shape[:3] != keys.planes.codes.shape[:3] for p in planes)
-        ):
-            raise LayoutError(
-                f"{side} planes do not hold records of codec {codec.name} at width {codec.dim}",
-                given=", ".join(f"{p.dtype} {tuple(p.shape)}" for p in planes),
-                allowed=f"uint8 [pages, kv_heads, rows, {want[0]}] and [..., {want[1]}], equal but for the last dim",
-                action="take the planes with the region's own codec",
-            )
-    _, kv_heads, page_rows, _ = keys.planes.codes.shape
+    check_planes(*keys)
+    check_planes(*values)
+    pages, kv_heads, page_rows = *keys.planes.heads.shape[:2], keys.planes.rows
+    if (*values.planes.heads.shape[:2], values.planes.rows) != (pages, kv_heads, page_rows):
+        raise LayoutError(
+            "keys and values lie in pages of different shapes",
+            given=f"values: {tuple(values.planes.heads.shape[:2])}, {values.planes.rows} rows",
+            allowed=f"{pages} pages, {kv_heads} heads, {page_rows} rows",
+            action="take both regions from one layer",
+        )
     _check_queries(q, kv_heads, keys.codec.dim)
     num_pages = -(-(num_tokens // max(1, ratio)) // page_rows)
     if page_ids.dtype != torch.int64 or page_ids.dim() != 1 or num_tokens < 0 or len(page_ids) < num_pages:
@@ -323,11 +320,12 @@ def _check_packed(
     return kv_heads, page_rows
 
 
-def _check_pages(pages: Sequence[int], num_pages: int) -> None:
-    if min(pages) < 0 or max(pages) >= num_pages:
+def _check_pages(pages: Tensor, num_pages: int) -> None:
+    """Pages that queries see must exist: index_select's own message would not say what is wrong."""
+    if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < num_pages:
         raise ArgumentError(
             "a page that queries see is not in the arena",
-            given=f"page {next(p for p in pages if not 0 <= p < num_pages)}",
+            given=f"pages {int(pages.min())} to {int(pages.max())}",
             allowed=f"0 to {num_pages - 1}",
             action="a freed page lies inside the window: compare the group's window with the one it was freed by",
         )

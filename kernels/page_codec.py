@@ -29,11 +29,28 @@ from kernels.rotation import padded_width, parts
 CODEC_NAMES: tuple[str, ...] = ("tq2", "tq3", "tq4", "fp8", "v4fp8", "dense")
 
 
-class Planes(NamedTuple):
-    """One region of every page of an arena, as views: u8 [pages, heads, rows, bytes], the last two dims contiguous."""
+@dataclass(frozen=True)
+class Planes:
+    """One region of every page of an arena, as views that live as long as the arena does."""
 
-    codes: Tensor
-    scales: Tensor
+    heads: Tensor  # u8 [pages, heads, head_bytes]: a head's codes, then its scales
+    rows: int
+    code_bytes: int  # a row
+    scale_bytes: int  # a row
+    scales_offset: int  # from a head's start
+
+    @property
+    def codes(self) -> Tensor:
+        """u8 [pages, heads, rows, code_bytes]."""
+        pages, heads, _ = self.heads.shape
+        return self.heads[..., : self.rows * self.code_bytes].view(pages, heads, self.rows, self.code_bytes)
+
+    @property
+    def scales(self) -> Tensor:
+        """u8 [pages, heads, rows, scale_bytes]."""
+        pages, heads, _ = self.heads.shape
+        plane = self.heads[..., self.scales_offset : self.scales_offset + self.rows * self.scale_bytes]
+        return plane.view(pages, heads, self.rows, self.scale_bytes)
 
 
 class PackedRows(NamedTuple):
@@ -60,7 +77,8 @@ class RowCodec:
 
     pack: rows f32, f16 or bf16 [..., dim] -> PackedRows; raises what the codec raises (NonFiniteRowError and others).
     unpack: PackedRows, dtype -> rows [..., dim] of dtype in the model's coordinates.
-    read: PackedRows (contiguous) -> values f32 [..., width], row scales f32 [...] still to be multiplied, or None.
+    read: PackedRows, any strides but for the last dim -> values f32 [..., width], and row scales f32 [...] still to be
+        multiplied, or None. New tensors.
     """
 
     name: str
@@ -96,26 +114,30 @@ def row_codec(name: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> RowCo
 
 @lru_cache
 def _value_table(width: int, bits: int, device: torch.device) -> Tensor:
-    """Values of several codes by one index. 4 bits: i64 [256], each the bits of two f32. 2 bits: c128 [256], four f32.
-    3 bits: f32 [32768, 5], because ten codes in a u32 are two times five."""
+    """Values of several codes by one index, as one wide element: i64 for two f32 (4 bits: index of 8, 3 bits: of 6),
+    c128 for four (2 bits: index of 8). A look-up in one dimension is an element copy; of rows it is a memcpy each."""
     values = turboquant.code_values(width, bits, device)
-    if bits == 3:
-        index = torch.arange(1 << 15, device=device)
-        return torch.stack([values[index >> 3 * j & 7] for j in range(5)], dim=1)
-    index = torch.arange(256, device=device)
-    columns = [values[index >> bits * j & (1 << bits) - 1] for j in range(8 // bits)]
-    return torch.stack(columns, dim=1).view(torch.int64 if bits == 4 else torch.complex128).view(-1)
+    together = 4 if bits == 2 else 2
+    index = torch.arange(1 << bits * together, device=device)
+    columns = [values[index >> bits * j & (1 << bits) - 1] for j in range(together)]
+    return torch.stack(columns, dim=1).view(torch.complex128 if bits == 2 else torch.int64).view(-1)
+
+
+@lru_cache
+def _shifts(device: torch.device) -> Tensor:
+    """Where the five pairs of 3-bit codes begin in a u32."""
+    return torch.arange(0, 30, 6, dtype=torch.int32, device=device)
 
 
 def _values(codes: Tensor, width: int, bits: int) -> Tensor:
-    """Canonical codes u8 [n, bytes], contiguous, of one part -> f32 [n, width] (a view of more where width % 10)."""
-    n = codes.shape[0]
+    """Canonical codes u8 [..., bytes] of one part -> f32 [..., width] (a view of more, where width % 10 at 3 bits)."""
+    if bits == 3:
+        index = codes.contiguous().view(torch.int32).unsqueeze(-1) >> _shifts(codes.device) & 63
+    else:
+        index = codes.to(torch.int32, memory_format=torch.contiguous_format)
     table = _value_table(width, bits, codes.device)
-    if bits != 3:
-        return table.index_select(0, codes.to(torch.int32).view(-1)).view(torch.float32).view(n, width)
-    words = codes.view(torch.int32)
-    index = torch.stack((words & 0x7FFF, words >> 15 & 0x7FFF), dim=-1)  # the word's two upper bits are zero
-    return table.index_select(0, index.view(-1)).view(n, -1)[:, :width]
+    values = table.index_select(0, index.view(-1)).view(torch.float32)
+    return values.view(*codes.shape[:-1], -1)[..., :width]
 
 
 def _turboquant(name: str, dim: int, bits: int) -> RowCodec:
@@ -131,19 +153,15 @@ def _turboquant(name: str, dim: int, bits: int) -> RowCodec:
         return turboquant.unpack(turboquant.PackedRows(packed.codes, scales), dim, bits, dtype)
 
     def read(packed: PackedRows) -> tuple[Tensor, Tensor | None]:
-        leading = packed.codes.shape[:-1]
-        codes = packed.codes.view(-1, code_bytes)
         scales = packed.scales.view(torch.float32)
         if len(widths) == 1:
-            return _values(codes, dim, bits).view(*leading, dim), scales.squeeze(-1)
-        out = torch.empty((codes.shape[0], sum(widths)), device=codes.device)
-        begin = byte = 0
+            return _values(packed.codes, dim, bits), scales.squeeze(-1)
+        out, byte = [], 0
         for p, width in enumerate(widths):
             size = bitpack.code_bytes(width, bits)
-            part = _values(codes[:, byte : byte + size].contiguous(), width, bits)
-            torch.mul(part, scales.view(-1, len(widths))[:, p : p + 1], out=out[:, begin : begin + width])
-            begin, byte = begin + width, byte + size
-        return out.view(*leading, -1), None
+            out.append(_values(packed.codes[..., byte : byte + size], width, bits) * scales[..., p : p + 1])
+            byte += size
+        return torch.cat(out, dim=-1), None
 
     return RowCodec(name, dim, padded_width(dim), code_bytes, 4 * len(widths), True, pack, unpack, read)
 
@@ -152,14 +170,15 @@ def _turboquant(name: str, dim: int, bits: int) -> RowCodec:
 
 
 @lru_cache
-def _e4m3_table(device: torch.device) -> Tensor:
-    """f32 [256] by bit pattern."""
-    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(torch.float32)
+def _e4m3_pairs(device: torch.device) -> Tensor:
+    """Two f32 by the bit patterns of two e4m3 codes, as i64 [65536]."""
+    codes = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.uint16).view(torch.uint8)
+    return codes.view(torch.float8_e4m3fn).to(torch.float32).view(torch.int64)
 
 
 def _fp8(dim: int) -> RowCodec:
-    if dim < 1:
-        raise WidthError("fp8 rows need a width", given=str(dim), allowed="1 or more", action="correct the geometry")
+    if dim < 2 or dim % 2:
+        raise WidthError("fp8 rows are read in pairs", given=str(dim), allowed="even widths", action="use mode dense")
 
     def pack(rows: Tensor) -> PackedRows:
         packed = fp8.pack(rows)
@@ -169,9 +188,9 @@ def _fp8(dim: int) -> RowCodec:
         return fp8.unpack(fp8.Fp8Rows(packed.codes, packed.scales.contiguous().view(torch.float32)), dtype)
 
     def read(packed: PackedRows) -> tuple[Tensor, Tensor | None]:
-        index = packed.codes.to(torch.int32).view(-1)
-        values = _e4m3_table(packed.codes.device).index_select(0, index).view(packed.codes.shape)
-        return values, packed.scales.view(torch.float32).squeeze(-1)
+        pairs = packed.codes.view(torch.uint16).to(torch.int32, memory_format=torch.contiguous_format)
+        values = _e4m3_pairs(pairs.device).index_select(0, pairs.view(-1)).view(torch.float32)
+        return values.view(packed.codes.shape), packed.scales.view(torch.float32).squeeze(-1)
 
     return RowCodec("fp8", dim, dim, dim, 4, False, pack, unpack, read)
 
@@ -249,11 +268,7 @@ def arena_planes(arena: Tensor, region: RegionOffsets, heads: int, rows: int, co
             action="compare the geometry digests of both ends",
         )
     span = arena[:, region.offset : end].view(len(arena), heads, region.head_bytes)
-    codes, scales = span[..., :codes_end], span[..., region.scales_offset : scales_end]
-    return Planes(
-        codes.view(len(arena), heads, rows, codec.code_bytes),
-        scales.view(len(arena), heads, rows, codec.scale_bytes),
-    )
+    return Planes(span, rows, codec.code_bytes, codec.scale_bytes, region.scales_offset)
 
 
 class RegionRows(NamedTuple):
@@ -286,7 +301,7 @@ def pack_pages(page_ids: Tensor, regions: Sequence[RegionRows], first_row: int =
             first += len(own)
     for region, part in packed:
         n, count, heads, _ = region.rows.shape
-        for plane, source in zip(region.planes, part, strict=True):
+        for plane, source in zip((region.planes.codes, region.planes.scales), part, strict=True):
             plane[page_ids, :, first_row : first_row + count] = source.view(n, count, heads, -1).transpose(1, 2)
 
 
@@ -295,45 +310,46 @@ def unpack_pages(
     page_ids: Tensor, planes: Planes, codec: RowCodec, dtype: torch.dtype, first_row: int = 0, count: int | None = None
 ) -> Tensor:
     """Rows [n, count, heads, dim] of `dtype` from rows [first_row, first_row + count) (by default all) of n pages."""
-    end = planes.codes.shape[2] if count is None else first_row + count
-    codes, scales = (plane[:, :, first_row:end][page_ids] for plane in planes)
+    end = planes.rows if count is None else first_row + count
+    codes, scales = (plane[:, :, first_row:end][page_ids] for plane in (planes.codes, planes.scales))
     return codec.unpack(PackedRows(codes, scales), dtype).transpose(1, 2)
 
 
 def copy_records(from_page: int, to_page: int, regions: Sequence[Planes], num_rows: int) -> None:
     """Copy the records of the first `num_rows` rows of a page to another page of the same arena, region by region."""
     for planes in regions:
-        for plane in planes:
+        for plane in (planes.codes, planes.scales):
             plane[to_page, :, :num_rows] = plane[from_page, :, :num_rows]
 
 
-def read_rows(pages: Sequence[int], planes: Planes, codec: RowCodec, begin: int, end: int) -> PackedRows:
-    """Records [begin, end) of a run of pages, head-major: u8 [heads, end - begin, bytes]; new tensors, or views of one.
-
-    Row i is row i % rows of page i // rows. Bytes outside the range are not interpreted.
-    """
-    out = []
-    for plane in planes:
-        together = torch.cat([plane[page] for page in pages], dim=1) if len(pages) > 1 else plane[pages[0]]
-        out.append(together[:, begin:end].contiguous())
-    return PackedRows(*out)
+def read_pages(page_ids: Tensor, planes: Planes, codec: RowCodec) -> tuple[Tensor, Tensor | None]:
+    """`RowCodec.read` of whole pages, head-major: f32 [heads, n * rows, width] and [heads, n * rows]; new tensors."""
+    region = planes.heads.index_select(0, page_ids)  # one copy a page, of bytes that lie together
+    local = Planes(region, planes.rows, planes.code_bytes, planes.scale_bytes, planes.scales_offset)
+    values, scale = codec.read(PackedRows(local.codes.transpose(0, 1), local.scales.transpose(0, 1)))
+    return values.flatten(1, 2), None if scale is None else scale.flatten(1, 2)
 
 
 def _check_rows(page_ids: Tensor, region: RegionRows, first_row: int) -> None:
-    codes, rows, codec = region.planes.codes, region.rows, region.codec
-    want = (len(page_ids), codes.shape[1], codec.dim)
+    planes, rows, codec = region.planes, region.rows, region.codec
+    want = (len(page_ids), planes.heads.shape[1], codec.dim)
     ok = rows.dim() == 4 and (rows.shape[0], *rows.shape[2:]) == want
-    if not ok or first_row < 0 or first_row + rows.shape[1] > codes.shape[2]:
+    if not ok or first_row < 0 or first_row + rows.shape[1] > planes.rows:
         raise LayoutError(
             "rows do not fit the region's pages",
             given=f"rows {tuple(rows.shape)} from row {first_row}",
-            allowed=f"[{want[0]}, up to {codes.shape[2]} - first_row, {want[1]}, {want[2]}]",
+            allowed=f"[{want[0]}, up to {planes.rows} - first_row, {want[1]}, {want[2]}]",
             action="pass [pages, rows, heads, dim]",
         )
-    if codes.shape[3] != codec.code_bytes or region.planes.scales.shape[3] != codec.scale_bytes:
+    check_planes(planes, codec)
+
+
+def check_planes(planes: Planes, codec: RowCodec) -> None:
+    """Raise LayoutError unless the planes hold records of `codec`."""
+    if (planes.code_bytes, planes.scale_bytes) != (codec.code_bytes, codec.scale_bytes):
         raise LayoutError(
-            f"planes do not hold records of codec {codec.name}",
-            given=f"{codes.shape[3]} + {region.planes.scales.shape[3]} bytes",
-            allowed=f"{codec.code_bytes} + {codec.scale_bytes} bytes",
+            f"planes do not hold records of codec {codec.name} at width {codec.dim}",
+            given=f"{planes.code_bytes} + {planes.scale_bytes} bytes a row",
+            allowed=f"{codec.code_bytes} + {codec.scale_bytes} bytes a row",
             action="take the planes with the region's own codec",
         )
