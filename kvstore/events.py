@@ -78,7 +78,8 @@ class EventLog:
         """Events ever logged; the position of the next one."""
         return self._cursor
 
-    def __len__(self) -> int:
+    @property
+    def num_kept(self) -> int:
         return len(self._ring)
 
     def added(self, group: str, page_hash: bytes) -> None:

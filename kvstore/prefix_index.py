@@ -185,7 +185,7 @@ class PrefixIndex:
         hold them.
         """
         idle = {name: group.clear() for name, group in self._groups.items()}
-        if self._events:
+        if self._events is not None:
             self._events.cleared()
         return idle
 
@@ -265,7 +265,7 @@ class _Group:
                 return Added(False)
             self._forget(old)
             free = None if old.pinned else holder
-        elif self.events:
+        elif self.events is not None:
             self.events.added(self.name, page_hash)
         cached = _Cached(page, page_hash, parent, exact, True, self._tick())
         self.page_of[page_hash] = page
@@ -355,7 +355,7 @@ class _Group:
 
     def _drop(self, cached: _Cached) -> None:
         self._forget(cached)
-        if self.events:
+        if self.events is not None:
             self.events.removed(self.name, cached.hash)
 
     def _forget(self, cached: _Cached) -> None:
