@@ -106,22 +106,26 @@ class CheckpointCache:
         self._demand_held(checkpoint)
         checkpoint.ready = True
 
-    def matches(self, salt: str, hashes: Sequence[bytes], tokens: Sequence[int]) -> Iterator[Checkpoint]:
-        """The ready checkpoints whose tokens are a prefix of ``tokens`` that leaves at least one to compute, longest
-        first. The caller may ``remove`` what it was given, and go on.
+    def matches(
+        self, salt: str, hashes: Sequence[bytes], tokens: Sequence[int], *, most: int | None = None
+    ) -> Iterator[Checkpoint]:
+        """The ready checkpoints whose tokens are a prefix of ``tokens``, longest first. The caller may ``remove`` what
+        it was given, and go on.
 
         Args:
             hashes: the chain of the whole pages of ``tokens``.
+            most: of that many tokens at most. By default one is left to compute; a caller who takes tokens of a
+                checkpoint back passes len(tokens).
         """
         _demand_chain(hashes, tokens)
+        most = len(tokens) - 1 if most is None else min(most, len(tokens))
         if not self._by_page:
             return
-        for num_pages in range(len(hashes), -1, -1):
+        for num_pages in range(most // PAGE_TOKENS, -1, -1):
             at_page = self._by_page.get((salt, hashes[num_pages - 1] if num_pages else ROOT))
             if at_page is not None:
                 start = num_pages * PAGE_TOKENS
-                rest = tuple(tokens[start : min(start + PAGE_TOKENS - 1, len(tokens) - 1)])
-                yield from at_page.prefixes_of(rest, leaves_one=start < len(tokens))
+                yield from at_page.prefixes_of(tuple(tokens[start : min(start + PAGE_TOKENS - 1, most)]))
 
     def pin(self, checkpoint: Checkpoint) -> None:
         """A copy from it begins: its slots stay until ``unpin``. It becomes the most recently used."""
@@ -212,10 +216,10 @@ class _AtPage:
         if not self.lengths[length]:
             del self.lengths[length]
 
-    def prefixes_of(self, rest: tuple[int, ...], *, leaves_one: bool) -> Iterator[Checkpoint]:
+    def prefixes_of(self, rest: tuple[int, ...]) -> Iterator[Checkpoint]:
         for length in sorted(self.lengths, reverse=True):
             checkpoint = self.by_tokens.get(rest[:length]) if length <= len(rest) else None
-            if checkpoint is not None and checkpoint.ready and (length or leaves_one):
+            if checkpoint is not None and checkpoint.ready:
                 yield checkpoint
 
 

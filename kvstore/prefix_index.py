@@ -23,10 +23,17 @@ from protos.page_hash import HASH_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """The pages of a prompt's chain that a group holds from its first on without a gap; ``exact``: none is marked."""
+    """The pages of a prompt's chain that a group holds, from its first on without a gap.
+
+    ``first_inexact``: index of the first one that is marked; None where all are exact.
+    """
 
     pages: list[int]
-    exact: bool
+    first_inexact: int | None
+
+    @property
+    def exact(self) -> bool:
+        return self.first_inexact is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +240,9 @@ class _Group:
         # Stops at the first None, without a step of the interpreter per page.
         pages: list[int] = list(iter(map(self.page_of.get, hashes).__next__, None))
         if not self.inexact or self.inexact.isdisjoint(hashes[: len(pages)]):
-            return Leading(pages, True)
-        if not exact_only:
-            return Leading(pages, False)
+            return Leading(pages, None)
         first = next(index for index, page_hash in enumerate(hashes) if page_hash in self.inexact)
-        return Leading(pages[:first], True)
+        return Leading(pages[:first], None) if exact_only else Leading(pages, first)
 
     def run_starts(self, hashes: Sequence[bytes], exact_only: bool) -> list[int]:
         """At index k the least s such that pages [s, k) are all there."""

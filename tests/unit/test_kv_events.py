@@ -43,7 +43,8 @@ def test_a_limit_splits_without_a_gap() -> None:
     log = EventLog("one", 10)
     for number in range(5):
         log.added("full", name(number))
-    cursor, seen = 0, []
+    cursor = 0
+    seen: list[Event] = []
     while cursor < log.cursor:
         batch = log.since("one", cursor, limit=2)
         assert batch.first == cursor
@@ -231,8 +232,9 @@ def test_a_flush_leaves_no_credit() -> None:
     steps=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5) | st.none()), max_size=30),
 )
 def test_what_is_read_is_what_was_written(capacity: int, steps: list[tuple[int, int | None]]) -> None:
-    """Against a list that keeps every event: a batch is the list's slice, or lost exactly when the ring is too short."""
-    log, everything, cursor = EventLog("one", capacity), [], 0
+    """Against a list that keeps all: a batch is the list's slice, or lost exactly when the ring is too short."""
+    log, cursor = EventLog("one", capacity), 0
+    everything: list[bytes] = []
     for count, limit in steps:
         for _ in range(count):
             everything.append(name(len(everything)))

@@ -26,10 +26,7 @@ WEIGHTS, GEOMETRY = b"w" * 16, b"g" * 16
 
 def chain(text: str) -> list[bytes]:
     """A page hash per letter; texts with a common beginning have a common chain, as page_hash makes it."""
-    hashes = []
-    for end in range(1, len(text) + 1):
-        hashes.append(blake2b(text[:end].encode(), digest_size=HASH_BYTES).digest())
-    return hashes
+    return [blake2b(text[:end].encode(), digest_size=HASH_BYTES).digest() for end in range(1, len(text) + 1)]
 
 
 def index(*groups: str, windowed: Sequence[str] = ()) -> PrefixIndex:
@@ -176,6 +173,7 @@ def test_inexact_pages_are_reported_and_can_be_shunned() -> None:
     assert [pages.lookup(chain(t))["full"].exact for t in ("ab", "abc", "abcd", "")] == [True, False, False, True]
     exact = pages.lookup(chain("abcd"), exact_only=True)["full"]
     assert (exact.pages, exact.exact) == ([0, 1], True)
+    assert pages.lookup(chain("abcd"))["full"].first_inexact == 2
     assert (pages.longest(chain("abcd")), pages.longest(chain("abcd"), exact_only=True)) == (4, 2)
     assert pages.longest(chain("abcd"), {"full": lambda k: k - 1}, exact_only=True) == 2
     pages.remove("full", 2)
@@ -507,7 +505,8 @@ class IndexMachine(RuleBasedStateMachine):
             count = next((at for at, there in enumerate(holds[group]) if not there), len(hashes))
             answer = self.index.lookup(hashes, exact_only=exact_only)[group]
             assert answer.pages == [self.holder(group, h) for h in hashes[:count]]
-            assert answer.exact == all(k is not None and k.exact for k in kept[:count])
+            marked = [at for at, k in enumerate(kept[:count]) if k is not None and not k.exact]
+            assert answer.first_inexact == (marked[0] if marked else None)
         best = max(
             k for k in range(len(hashes) + 1) if all(holds["full"][:k]) and all(holds["window"][max(0, k - window) : k])
         )
