@@ -29,8 +29,8 @@ from kernels.rotation import parts, rotate
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-_BLOCK_VALUES = 1 << 18  # f32 values of K read together: 1 MiB, about what a second-level cache holds
-_SCORES = 1 << 22  # scores computed together
+_BLOCK_VALUES = 1 << 20  # f32 values of K read together: 4 MiB stay in the last cache, calls do not dominate
+_SCORES = 1 << 20  # scores computed together
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -117,15 +117,44 @@ def attend_dense(
     Raises ArgumentError, LayoutError.
     """
     kv_heads = _check_dense(q, k, v)
-    mask = _Mask(first_position, q.shape[0], first_row + k.shape[0], ratio, window, first_row)
-    state = _Softmax(_by_kv_head(q.to(torch.float32), kv_heads, sm_scale), v.shape[-1], softcap)
+    num_queries = q.shape[0]
+    mask = _Mask(first_position, num_queries, first_row + k.shape[0], ratio, window, first_row)
+    begin, end = mask.begin, mask.end
+    scaled = _by_kv_head(q.to(torch.float32), kv_heads, sm_scale)
+    k, v = (x[max(0, begin - first_row) : max(0, end - first_row)].to(torch.float32) for x in (k, v))
+    if begin < end and not softcap and k.shape[2] == v.shape[2]:
+        if mask.hidden(begin, end, q.device) is None:
+            return _flash(scaled, k, v, num_queries)
+        own = first_position - begin  # rows below are seen by all, the others are the queries' own
+        if ratio == 1 and own >= 0 and end == first_position + num_queries and not mask.cuts(begin):
+            diagonal = _flash_causal(scaled, k[own:], v[own:], num_queries)
+            if own == 0:
+                return diagonal
+            history = _flash(scaled, k[:own], v[:own], num_queries)
+            return Part(merge([history, diagonal]), torch.logaddexp(history.lse, diagonal.lse))
+    state = _Softmax(scaled, v.shape[-1], softcap)
     block = _block_rows(k.shape[-1], kv_heads, state.num_queries)
-    for begin in range(mask.begin, mask.end, block):  # from the first row that is seen: what lies below changes nothing
-        end = min(mask.end, begin + block)
-        rows = slice(begin - first_row, end - first_row)
-        k_block, v_block = (x[rows].transpose(0, 1).to(torch.float32) for x in (k, v))
-        state.add(k_block, v_block, None, None, mask.hidden(begin, end, q.device))
-    return state.result(q.shape[0])
+    for first in range(begin, end, block):
+        last = min(end, first + block)
+        k_block, v_block = (x[first - begin : last - begin].transpose(0, 1) for x in (k, v))
+        state.add(k_block, v_block, None, None, mask.hidden(first, last, q.device))
+    return state.result(num_queries)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, num_queries: int) -> Part:
+    """All queries see all rows: q f32 [kv_heads, T * group, dim], scaled; k, v f32 [N, kv_heads, dim]."""
+    k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q.unsqueeze(0), k, v, scale=1.0)
+    return Part(_by_query(out[0], num_queries), _by_query(lse[0].unsqueeze(-1), num_queries).squeeze(-1))
+
+
+def _flash_causal(q: Tensor, k: Tensor, v: Tensor, num_queries: int) -> Part:
+    """Query i sees rows [0, i]: as `_flash`, with N = T."""
+    kv_heads, _, dim = q.shape
+    q = q.view(kv_heads, num_queries, -1, dim).transpose(1, 2)  # kv heads are the batch, so no head is repeated
+    k, v = (x.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True, scale=1.0)
+    return Part(out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2))
 
 
 @torch.no_grad()
@@ -191,10 +220,14 @@ class _Mask:
     def _first_seen(self, position: int) -> int:
         return max(0, position - self.window + 1) // self.ratio if self.window else 0
 
+    def cuts(self, begin: int) -> bool:
+        """Whether the window hides rows from `begin` on from a query."""
+        return begin < self._first_seen(self.first_position + self.num_queries - 1)
+
     def hidden(self, begin: int, end: int, device: torch.device) -> Tensor | None:
         """Bool [T, 1, end - begin], True where a query does not see a row; None where every query sees every row."""
         last = self.first_position + self.num_queries - 1
-        if end <= (self.first_position + 1) // self.ratio and begin >= self._first_seen(last):
+        if end <= (self.first_position + 1) // self.ratio and not self.cuts(begin):
             return None
         rows = torch.arange(begin, end, device=device)
         positions = torch.arange(self.first_position, last + 1, device=device).view(-1, 1, 1)
