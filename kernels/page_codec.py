@@ -310,6 +310,7 @@ def unpack_pages(
     page_ids: Tensor, planes: Planes, codec: RowCodec, dtype: torch.dtype, first_row: int = 0, count: int | None = None
 ) -> Tensor:
     """Rows [n, count, heads, dim] of `dtype` from rows [first_row, first_row + count) (by default all) of n pages."""
+    check_planes(planes, codec)
     end = planes.rows if count is None else first_row + count
     codes, scales = (plane[:, :, first_row:end][page_ids] for plane in (planes.codes, planes.scales))
     return codec.unpack(PackedRows(codes, scales), dtype).transpose(1, 2)
