@@ -1,4 +1,4 @@
-"""Host memory as a file descriptor: memfd arenas of equal pages, made and prefaulted by the store, mapped by workers.
+"""Host memory as a file descriptor: memfd arenas of equal pages or tail slots, made by the store, mapped by workers.
 
 Memory is checked before it is asked for, and allocated for good before anyone maps it (a memfd page that cannot be had
 later would be a SIGBUS in the middle of a step). Size seals make sure that no holder can shrink it under the others.
@@ -28,30 +28,28 @@ PROGRESS_BYTES = 4 << 30  # arenas from this size on log their progress
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def pages_per_group(geometry: CacheGeometry, arena_bytes: int) -> dict[str, int]:
-    """How many pages each group gets out of ``arena_bytes`` for all of them.
+def pages_per_group(geometry: CacheGeometry, arena_bytes: int, num_tail_slots: int = 0) -> dict[str, int]:
+    """How many pages each group gets out of ``arena_bytes``, once ``num_tail_slots`` tail slots a group are set aside.
 
-    A dense sequence needs as many pages in every group, so every group gets arena_bytes // (sum of page bytes).
+    A dense sequence needs as many pages in every group and a packed one hardly fewer, so every group gets
+    (arena_bytes - tails) // (sum of page bytes); a group in mode window has none.
 
     Raises:
-        ConfigError: ARENA_TOO_SMALL, there is no room for one page of each group.
+        ConfigError: ARENA_TOO_SMALL, there is no room for the tails and one page of each group.
     """
     one_of_each = sum(group.page_bytes for group in geometry.groups)
-    count = arena_bytes // one_of_each
-    if count < 1:
+    tails = num_tail_slots * geometry.tail_bytes
+    if arena_bytes < tails + one_of_each:
         raise ConfigError(
-            "the arenas have no room for one page of each layer group",
+            "the arenas have no room for the tails and one page of each layer group",
             reason="ARENA_TOO_SMALL",
             given=f"{arena_bytes} bytes",
-            allowed=f"at least {one_of_each} bytes ({PAGE_TOKENS} tokens)",
-            hint="raise the arena size",
+            allowed=f"at least {tails + one_of_each} bytes ({num_tail_slots} tails of {geometry.tail_bytes} bytes, "
+            f"{PAGE_TOKENS} tokens of {one_of_each} bytes)",
+            hint="raise the arena size, or lower max_sequences or checkpoint_slots",
         )
-    return {group.name: count for group in geometry.groups}
-
-
-def tail_slots_per_group(geometry: CacheGeometry) -> dict[str, int]:
-    """Tail slots each group needs: none in mode dense, whose newest page is written in place."""
-    return {group.name: 0 for group in geometry.groups}
+    count = (arena_bytes - tails) // one_of_each if one_of_each else 0
+    return {group.name: count if group.has_pages else 0 for group in geometry.groups}
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class StoreArena:
-    """The store's side of one group's arena: ``num_pages`` pages of ``page_bytes`` in one memfd. It maps nothing."""
+    """The store's side of one group's arena: ``num_pages`` pages (or tail slots) of ``page_bytes`` in one memfd."""
 
     group: str
     num_pages: int
@@ -105,29 +103,46 @@ class StoreArena:
     memory: Memory
 
 
-def allocate_arenas(geometry: CacheGeometry, arena_bytes: int, *, device: str) -> dict[str, StoreArena]:
+@dataclass(frozen=True)
+class Arenas:
+    """A device's arenas by group: ``pages`` of the groups that have pages, ``tails`` of those that have tails."""
+
+    pages: dict[str, StoreArena]
+    tails: dict[str, StoreArena]
+
+    def close(self) -> None:
+        for arena in (*self.pages.values(), *self.tails.values()):
+            arena.memory.close()
+
+
+def allocate_arenas(geometry: CacheGeometry, arena_bytes: int, *, device: str, num_tail_slots: int = 0) -> Arenas:
     """Arenas of all groups, prefaulted; all or none. Takes about a second for 4 GiB: keep it off the event loop.
 
     Raises:
         ConfigError: ARENA_TOO_SMALL. CapacityError: NOT_ENOUGH_MEMORY, before anything is allocated where that can be
         known.
     """
-    counts = pages_per_group(geometry, arena_bytes)
-    total = sum(counts[group.name] * group.page_bytes for group in geometry.groups)
+    counts = pages_per_group(geometry, arena_bytes, num_tail_slots)
+    made = Arenas({}, {})
+    wanted = [(made.pages, g.name, counts[g.name], g.page_bytes) for g in geometry.groups if counts[g.name]]
+    wanted += [
+        (made.tails, g.name, num_tail_slots, geometry.tail_slot_bytes(g))
+        for g in geometry.groups
+        if g.has_tail and num_tail_slots
+    ]
+    total = sum(count * size for *_, count, size in wanted)
     check_memory(total, what=f"the arenas of {device}")
-    arenas: dict[str, StoreArena] = {}
     progress = _Progress(device, total)
     try:
-        for group in geometry.groups:
-            num_bytes = counts[group.name] * group.page_bytes
-            memory = Memory.allocate(f"{device}-{group.name}", num_bytes, on_progress=progress.within)
-            progress.done += num_bytes
-            arenas[group.name] = StoreArena(group.name, counts[group.name], group.page_bytes, memory)
+        for arenas, name, count, size in wanted:
+            what = "pages" if arenas is made.pages else "tails"
+            memory = Memory.allocate(f"{device}-{name}-{what}", count * size, on_progress=progress.within)
+            progress.done += count * size
+            arenas[name] = StoreArena(name, count, size, memory)
     except BaseException:
-        for arena in arenas.values():
-            arena.memory.close()
+        made.close()
         raise
-    return arenas
+    return made
 
 
 class _Progress:
@@ -151,7 +166,7 @@ class _Progress:
 
 
 class Arena:
-    """A worker's side: the mapped pages of one group.
+    """A worker's side: the mapped pages of one group, or its tail slots.
 
     ``buffer`` is writable and num_pages * page_bytes long; it stays valid until ``close``. Views that others took of
     it (a torch tensor) keep the mapping alive after that, but an attachment that ended must not write through them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 
-
 NO_CHECKSUM = 0
 _PRESENT = 1 << 32
 

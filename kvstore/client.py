@@ -4,7 +4,8 @@ Hot path: at most two calls a step (``reserve`` and ``seal`` for all sequences t
 none). Token logging and commits are plain memory writes through ``control``.
 
 The worker does what an answer asks for (copies, tail copies, refills, in this order) before its next call: the sources
-may be handed on after that.
+may be handed on after that. Rows that come with a new sequence (``num_cached``, a fork's) are committed by the worker,
+once they are there.
 """
 
 from __future__ import annotations

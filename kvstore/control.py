@@ -6,7 +6,8 @@ One memfd of fixed layout, little-endian, mapped by the store and the worker:
     group entries [num_groups]             128 bytes each                   store, before
     page entries [group][page]             64 bytes each                    store
     slot entries [max_sequences]           SLOT_DTYPE                       store (words marked W: worker)
-    page ids [slot][group][max_pages]      u32                              store
+    sequence groups [slot][group]          32 bytes each                    store
+    page ids [slot][group][max_pages]      u32, NO_PAGE_ID where none       store
     token log [slot][max_sequence_tokens]  u32                              store (the prompt, at Open), then worker
 
 Sections start at multiples of 4096. The two words that the worker writes, ``logged`` and ``committed``, stand on a
@@ -16,7 +17,8 @@ waits for the answer) and at Release. Word writes are aligned 8-byte stores.
 Order of writes, so that what a reader finds after a crash is never ahead of the rows:
   worker: rows, token log, ``logged``; ``committed`` after the rows it covers. A token is logged before it is sent.
   store, Open: everything else of the slot, then ``state``. Release: ``state`` first.
-  store, Truncate: ``committed``, ``logged``, then pages. Reserve: page entries, page ids, then ``num_pages``.
+  store, Truncate: ``committed``, ``logged``, then bases and pages. Reserve and Seal: page entries, page ids, then
+  ``num_pages`` and ``base`` of each group.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ from protos.errors import InvalidRequest, PreconditionFailed
 from protos.page_hash import HASH_BYTES, PAGE_TOKENS
 
 MAGIC = b"TAILPKCB"
-VERSION = 1
+VERSION = 2
 MAX_ID_BYTES = 256
 MAX_FROZEN_BYTES = 16 << 10
 SECTION_ALIGNMENT = 4096
 
 SLOT_FREE, SLOT_LIVE = 0, 1
+NO_PAGE_ID = (1 << 32) - 1
+EXACT = (1 << 64) - 1
 
 HEADER_DTYPE = np.dtype(
     [
@@ -71,9 +75,9 @@ PAGE_DTYPE = np.dtype(
         ("hash", "u1", HASH_BYTES),
         ("parent", "u1", HASH_BYTES),
         ("generation", "<u8"),
-        ("checksum", "<u8"),  # 0 until pages move between tiers
+        ("checksum", "<u8"),  # checksum.page_checksum, or 0: not known
         ("state", "<u4"),  # pages.PageState
-        ("owner", "<i4"),  # slot, or -1
+        ("refs", "<u4"),  # sequences that hold it
         ("tier", "<u4"),  # 0: the arena
         ("reserved", "<u4"),
     ]
@@ -86,15 +90,23 @@ SLOT_DTYPE = np.dtype(
         ("state", "<u4"),  # SLOT_FREE, SLOT_LIVE
         ("max_tokens", "<u4"),
         ("epoch", "<u8"),  # of the attachment that opened it
-        ("base", "<u8"),  # first token of the open page: sealed tokens
-        ("num_pages", "<u4"),  # page ids that are set, in every group
+        ("inexact_from", "<u8"),  # first token computed after an inexact resume; EXACT: none
         ("request_id_bytes", "<u4"),
         ("salt_bytes", "<u4"),
         ("frozen_bytes", "<u4"),
-        ("store_reserved", "u1", 24),
+        ("store_reserved", "u1", 28),
         ("request_id", "u1", MAX_ID_BYTES),
         ("salt", "u1", MAX_ID_BYTES),
         ("frozen", "u1", MAX_FROZEN_BYTES),
+    ]
+)
+SEQUENCE_GROUP_DTYPE = np.dtype(
+    [
+        ("base", "<u8"),  # first token that is not in a sealed page
+        ("num_pages", "<u4"),  # page ids that are set
+        ("first_page", "<u4"),  # index of the first page that is still held
+        ("tail_slot", "<i4"),  # -1: the group has no tail
+        ("reserved", "u1", 12),
     ]
 )
 _HEADER_BYTES = 4096
@@ -119,6 +131,7 @@ class ControlShape:
             "groups": len(self.num_pages) * GROUP_DTYPE.itemsize,
             "pages": sum(self.num_pages) * PAGE_DTYPE.itemsize,
             "slots": self.max_sequences * SLOT_DTYPE.itemsize,
+            "sequence_groups": self.max_sequences * len(self.num_pages) * SEQUENCE_GROUP_DTYPE.itemsize,
             "page_ids": self.max_sequences * len(self.num_pages) * self.max_pages * 4,
             "token_log": self.max_sequences * self.max_sequence_tokens * 4,
         }
@@ -182,10 +195,13 @@ class ControlBlock:
             self.pages[name] = all_pages[first : first + num_pages]
             first += num_pages
         self.slots = parts["slots"].view(SLOT_DTYPE)
+        self.sequence_groups = parts["sequence_groups"].view(SEQUENCE_GROUP_DTYPE).reshape(slots, groups)
         self.page_ids = parts["page_ids"].view("<u4").reshape(slots, groups, max_pages)
         self._token_log = parts["token_log"].view("<u4").reshape(slots, self.shape.max_sequence_tokens)
         self._logged = self.slots["logged"]
-        self._num_pages = self.slots["num_pages"]
+        self._state = self.slots["state"]
+        self._num_pages = self.sequence_groups["num_pages"]
+        self._bases = self.sequence_groups["base"]
         self._committed = self.slots["committed"]
 
     @classmethod
@@ -217,10 +233,7 @@ class ControlBlock:
         header["weights_digest_bytes"] = _put(header["weights_digest"], weights_digest)
         header["device_bytes"] = _put(header["device"], device.encode())
         header["magic"] = np.frombuffer(MAGIC, dtype=np.uint8)
-        block = cls(memory)
-        for pages in block.pages.values():
-            pages["owner"] = -1
-        return block
+        return cls(memory)
 
     # --- header ---
 
@@ -285,9 +298,16 @@ class ControlBlock:
         """Tokens whose rows are written."""
         return int(self._committed[slot])
 
-    def room(self, slot: int) -> int:
-        """Tokens that the slot's pages hold; 0 for a slot that is not live or not there."""
-        return int(self._num_pages[slot]) * PAGE_TOKENS if 0 <= slot < self.shape.max_sequences else 0
+    def is_live(self, slot: int) -> bool:
+        return 0 <= slot < self.shape.max_sequences and int(self._state[slot]) == SLOT_LIVE
+
+    def base(self, slot: int, group: str) -> int:
+        """First token of a sequence that is not in a sealed page of the group."""
+        return int(self._bases[slot, self._group_index[group]])
+
+    def num_pages(self, slot: int, group: str) -> int:
+        """Page ids of a sequence in one group; in packed groups, of sealed pages only."""
+        return int(self._num_pages[slot, self._group_index[group]])
 
     def token_log(self, slot: int) -> list[int]:
         return self.tokens(slot, 0, self.logged(slot))
@@ -310,10 +330,9 @@ class ControlBlock:
         return self._text(slot, "frozen")
 
     def sequence_pages(self, slot: int, group: str) -> list[int]:
-        """Page ids of a sequence in one group, in token order."""
-        count = int(self.slots["num_pages"][slot])
-        ids: list[int] = self.page_ids[slot, self._group_index[group], :count].tolist()
-        return ids
+        """Page ids of a sequence in one group, in token order; -1 behind the model's window."""
+        ids = self.page_ids[slot, self._group_index[group], : self.num_pages(slot, group)]
+        return [-1 if page == NO_PAGE_ID else page for page in ids.tolist()]
 
     def _text(self, slot: int, name: str) -> bytes:
         return bytes(self.slots[name][slot][: int(self.slots[f"{name}_bytes"][slot])])
@@ -333,7 +352,8 @@ class ControlBlock:
     ) -> None:
         """Fills a free slot and makes it live. Lengths were checked by ``check_fits``."""
         entry = self.slots[slot]
-        entry["epoch"], entry["max_tokens"], entry["base"], entry["num_pages"] = epoch, max_tokens, 0, 0
+        entry["epoch"], entry["max_tokens"], entry["inexact_from"] = epoch, max_tokens, EXACT
+        self.sequence_groups[slot] = 0
         for name, value in (("request_id", request_id), ("salt", salt), ("frozen", frozen)):
             entry[f"{name}_bytes"] = _put(entry[name], value)
         self._committed[slot] = 0
@@ -344,25 +364,28 @@ class ControlBlock:
     def close_slot(self, slot: int) -> None:
         entry = self.slots[slot]
         entry["state"] = SLOT_FREE
-        entry["num_pages"], entry["base"] = 0, 0
+        self.sequence_groups[slot] = 0
         self._committed[slot] = 0
         self._logged[slot] = 0
 
-    def cut(self, slot: int, num_tokens: int) -> None:
-        """Lowers both lengths to at most num_tokens."""
-        self._committed[slot] = min(self.committed(slot), num_tokens)
+    def cut(self, slot: int, num_tokens: int, num_committed: int | None = None) -> None:
+        """Lowers the logged length to at most num_tokens, the committed one to at most num_committed (or as many)."""
+        self._committed[slot] = min(self.committed(slot), num_tokens if num_committed is None else num_committed)
         self._logged[slot] = min(self.logged(slot), num_tokens)
 
-    def write_page_ids(self, slot: int, pages: Mapping[str, Sequence[int]], *, first: int = 0) -> None:
-        """Sets the page ids of a slot from index ``first`` on, then their number."""
-        end = first
-        for name, ids in pages.items():
-            end = first + len(ids)
-            self.page_ids[slot, self._group_index[name], first:end] = ids
-        self.slots["num_pages"][slot] = end
+    def write_group(
+        self, slot: int, group: str, *, base: int, pages: Sequence[int], first_page: int = 0, tail_slot: int = -1
+    ) -> None:
+        """Sets what a sequence holds in one group: page ids (-1: none there), then their number and the base."""
+        index = self._group_index[group]
+        ids = np.asarray(pages, dtype=np.int64)
+        self.page_ids[slot, index, : len(pages)] = np.where(ids < 0, NO_PAGE_ID, ids)
+        entry = self.sequence_groups[slot, index]
+        entry["first_page"], entry["tail_slot"] = first_page, tail_slot
+        entry["num_pages"], entry["base"] = len(pages), base
 
-    def write_base(self, slot: int, base: int) -> None:
-        self.slots["base"][slot] = base
+    def write_inexact_from(self, slot: int, token: int | None) -> None:
+        self.slots["inexact_from"][slot] = EXACT if token is None else token
 
 
 def check_fits(name: str, value: bytes, limit: int, hint: str | None = None) -> None:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.arena import Memory, StoreArena, allocate_arenas, pages_per_group, tail_slots_per_group
+from kvstore.answers import Admitted, Forked, NewPage, Refused, SealResult, TailCopy, Truncated
+from kvstore.arena import Arenas, Memory, allocate_arenas, pages_per_group
 from kvstore.control import MAX_FROZEN_BYTES, MAX_ID_BYTES, ControlBlock, ControlShape, check_fits
+from kvstore.device_stats import device_stats
+from kvstore.events import EventLog
 from kvstore.geometry import CacheGeometry
 from kvstore.memory_limit import check_memory
-from kvstore.pages import PageState, PageTable
-from kvstore.sequences import Admitted, PageCopy, Refused, SequenceTable
+from kvstore.pages import PageState
+from kvstore.sequences import SealedPage, SequenceTable
+from kvstore.verify import Verifier
 from protos import kvstore_pb2
 from protos.errors import ConfigError, PreconditionFailed
-from protos.page_hash import PAGE_TOKENS
 
 MAX_SEQUENCES = 1 << 16
 MAX_SEQUENCE_TOKENS = 1 << 24
+MAX_CHECKPOINT_SLOTS = 1 << 16
 MAX_WEIGHTS_DIGEST_BYTES = 64
+EVENTS_KEPT = 1 << 16
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What an attachment asks for. Memory is kept for the next attachment when its spec is equal."""
+    """What an attachment asks for. Memory is kept for the next attachment when its spec is equal.
+
+    ``arena_bytes`` covers pages and tails; ``checkpoint_slots`` are tails kept beside those of the sequences.
+    """
 
     device: str
     geometry: CacheGeometry
@@ -31,23 +40,35 @@ class DeviceSpec:
     max_sequences: int
     max_sequence_tokens: int
     weights_digest: bytes
+    checkpoint_slots: int = 0
 
     def __post_init__(self) -> None:
         check_fits("device", self.device.encode(), MAX_ID_BYTES)
         check_fits("weights_digest", self.weights_digest, MAX_WEIGHTS_DIGEST_BYTES)
-        for name, value, limit in (
-            ("max_sequences", self.max_sequences, MAX_SEQUENCES),
-            ("max_sequence_tokens", self.max_sequence_tokens, MAX_SEQUENCE_TOKENS),
+        for name, value, least, limit in (
+            ("max_sequences", self.max_sequences, 1, MAX_SEQUENCES),
+            ("max_sequence_tokens", self.max_sequence_tokens, 1, MAX_SEQUENCE_TOKENS),
+            ("checkpoint_slots", self.checkpoint_slots, 0, MAX_CHECKPOINT_SLOTS),
         ):
-            if not 1 <= value <= limit:
-                raise ConfigError(f"{name} is out of range", given=value, allowed=f"1 to {limit}")
+            if not least <= value <= limit:
+                raise ConfigError(f"{name} is out of range", given=value, allowed=f"{least} to {limit}")
         if not self.device:
             raise ConfigError("an attachment names its device", given="''", allowed='for example "cpu:0"')
 
     @property
+    def num_tail_slots(self) -> int:
+        """Tail slots of each group that has tails."""
+        return self.max_sequences + self.checkpoint_slots
+
+    @property
+    def num_pages(self) -> dict[str, int]:
+        """Pages of each group. Raises ConfigError when the arenas have no room for tails and a page of each group."""
+        return pages_per_group(self.geometry, self.arena_bytes, self.num_tail_slots)
+
+    @property
     def control_shape(self) -> ControlShape:
-        """Raises ConfigError when the arenas have no room for a page of each group."""
-        counts = pages_per_group(self.geometry, self.arena_bytes)
+        """Raises ConfigError when the arenas have no room for tails and a page of each group."""
+        counts = self.num_pages
         return ControlShape(
             tuple(counts[group.name] for group in self.geometry.groups), self.max_sequences, self.max_sequence_tokens
         )
@@ -55,9 +76,9 @@ class DeviceSpec:
     @property
     def num_bytes(self) -> int:
         """Memory the device takes: arenas and control block."""
-        counts = pages_per_group(self.geometry, self.arena_bytes)
-        arenas = sum(counts[group.name] * group.page_bytes for group in self.geometry.groups)
-        return arenas + self.control_shape.num_bytes
+        counts = self.num_pages
+        pages = sum(counts[group.name] * group.page_bytes for group in self.geometry.groups)
+        return pages + self.num_tail_slots * self.geometry.tail_bytes + self.control_shape.num_bytes
 
 
 @dataclass(frozen=True)
@@ -69,12 +90,14 @@ class NewSequence:
     prompt_token_ids: Sequence[int]
     max_tokens: int
     frozen_request: bytes
+    reuse: bool = True
+    exact_only: bool = False
 
 
 class Device:
     """Owns the memory of one device. Methods run on one thread; ``allocate`` may run on any."""
 
-    def __init__(self, spec: DeviceSpec, arenas: dict[str, StoreArena], control_memory: Memory) -> None:
+    def __init__(self, spec: DeviceSpec, arenas: Arenas, control_memory: Memory) -> None:
         self.spec = spec
         self.arenas = arenas
         self.control_memory = control_memory
@@ -86,13 +109,17 @@ class Device:
             weights_digest=spec.weights_digest,
             groups={group.name: group.page_bytes for group in spec.geometry.groups},
         )
+        self.events = EventLog(secrets.token_hex(8), EVENTS_KEPT)
         self.table = SequenceTable(
-            [PageTable(arena.group, arena.num_pages) for arena in arenas.values()],
+            spec.geometry,
+            spec.num_pages,
             max_sequences=spec.max_sequences,
             max_sequence_tokens=spec.max_sequence_tokens,
             weights_digest=spec.weights_digest,
-            geometry_digest=spec.geometry.digest(),
+            checkpoint_slots=spec.checkpoint_slots,
+            events=self.events,
         )
+        self.verifier = Verifier(self.table, self.control, arenas)
 
     @staticmethod
     def allocate(spec: DeviceSpec) -> Device:
@@ -100,7 +127,9 @@ class Device:
         check_memory(spec.num_bytes, what=f"the arenas and control block of {spec.device}")
         control_memory = Memory.allocate(f"{spec.device}-control", spec.control_shape.num_bytes)
         try:
-            arenas = allocate_arenas(spec.geometry, spec.arena_bytes, device=spec.device)
+            arenas = allocate_arenas(
+                spec.geometry, spec.arena_bytes, device=spec.device, num_tail_slots=spec.num_tail_slots
+            )
         except BaseException:
             control_memory.close()
             raise
@@ -110,18 +139,21 @@ class Device:
         """What a worker maps, and the descriptors in the same order. The device keeps owning them."""
         control = kvstore_pb2.FdEntry(kind="control", num_bytes=self.control_memory.num_bytes)
         entries, fds = [control], [self.control_memory.fd]
-        for arena in self.arenas.values():
-            entries.append(
-                kvstore_pb2.FdEntry(
-                    kind="arena",
-                    group=arena.group,
-                    num_bytes=arena.memory.num_bytes,
-                    num_pages=arena.num_pages,
-                    page_bytes=arena.page_bytes,
+        for kind, arenas in (("arena", self.arenas.pages), ("tails", self.arenas.tails)):
+            for arena in arenas.values():
+                entries.append(
+                    kvstore_pb2.FdEntry(
+                        kind=kind,
+                        group=arena.group,
+                        num_bytes=arena.memory.num_bytes,
+                        num_pages=arena.num_pages,
+                        page_bytes=arena.page_bytes,
+                    )
                 )
-            )
-            fds.append(arena.memory.fd)
+                fds.append(arena.memory.fd)
         return kvstore_pb2.FdManifest(entries=entries), fds
+
+    # --- the calls of the attachment ---
 
     def open(self, sequences: Iterable[NewSequence]) -> list[Admitted | Refused]:
         """Admits or refuses each, in order. Raises InvalidRequest for a malformed one before any is admitted."""
@@ -130,15 +162,18 @@ class Device:
             self.table.demand_valid(len(new.prompt_token_ids), new.max_tokens)
             check_fits("request_id", new.request_id.encode(), MAX_ID_BYTES)
             check_fits("tenant_salt", new.tenant_salt.encode(), MAX_ID_BYTES)
-            check_fits(
-                "frozen_request",
-                new.frozen_request,
-                MAX_FROZEN_BYTES,
-                hint="leave out the prompt and emitted tokens: they are in the token log",
-            )
+            _check_frozen(new.frozen_request)
+        self.table.confirm()
         results: list[Admitted | Refused] = []
         for new in sequences:
-            result = self.table.open(new.request_id, new.tenant_salt, len(new.prompt_token_ids), new.max_tokens)
+            result = self.table.open(
+                new.request_id,
+                new.tenant_salt,
+                new.prompt_token_ids,
+                new.max_tokens,
+                reuse=new.reuse,
+                exact_only=new.exact_only,
+            )
             if isinstance(result, Admitted):
                 self.control.open_slot(
                     result.slot,
@@ -149,25 +184,29 @@ class Device:
                     max_tokens=new.max_tokens,
                     prompt=new.prompt_token_ids,
                 )
+                self._mirror_sequence(result.slot)
             results.append(result)
         return results
 
-    def reserve(self, wanted: Sequence[tuple[int, int]]) -> dict[int, dict[str, list[int]]]:
+    def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> dict[int, dict[str, list[NewPage]]]:
+        self.table.confirm()
         handed = self.table.reserve(wanted)
         for slot, groups in handed.items():
-            count = len(next(iter(groups.values())))
             for name, pages in groups.items():
-                self._mirror(name, pages)
-            self.control.write_page_ids(slot, groups, first=self.table.sequence(slot).num_pages - count)
+                self._mirror_pages(name, [page.page_id for page in pages])
+            self._write_groups(slot)
         return handed
 
-    def seal(self, wanted: Sequence[tuple[int, int]]) -> int:
-        """Seals the whole pages of each (slot, num_tokens); returns how many, all groups together.
+    def seal(
+        self, wanted: Sequence[tuple[int, int, int]], checksums: Mapping[tuple[str, int], int] | None = None
+    ) -> SealResult:
+        """Seals what each (slot, num_tokens, step_tokens) allows; all or none.
 
         Raises:
-            NotFound: UNKNOWN_SLOT. PreconditionFailed: NOT_COMMITTED, rows that the worker has not declared as written.
+            NotFound: UNKNOWN_SLOT. PreconditionFailed: NOT_COMMITTED, rows that the worker has not declared as written;
+            NOT_RESERVED.
         """
-        for slot, num_tokens in wanted:
+        for slot, num_tokens, step_tokens in wanted:
             self.table.sequence(slot)
             if num_tokens > self.control.committed(slot):
                 raise PreconditionFailed(
@@ -176,91 +215,159 @@ class Device:
                     given=num_tokens,
                     allowed=f"0 to {self.control.committed(slot)}",
                 )
+            self.table.demand_reserved(slot, num_tokens, step_tokens)
+        self.table.confirm()
         count = 0
-        for slot, num_tokens in wanted:
-            sealed = self.table.seal(slot, num_tokens, partial(self.control.tokens, slot))
+        for slot, num_tokens, step_tokens in wanted:
+            freed_before = self._held(slot)
+            sealed = self.table.seal(slot, num_tokens, step_tokens, partial(self.control.tokens, slot))
             for page in sealed:
-                for name, page_id in page.pages.items():
-                    entry = self.control.pages[name][page_id : page_id + 1]
-                    entry["hash"] = list(page.hash)
-                    entry["parent"] = list(page.parent)
-                    entry["state"] = self.table.groups[name].state(page_id)
-                    count += 1
-            if sealed:
-                self.control.write_base(slot, len(self.table.sequence(slot).hashes) * PAGE_TOKENS)
-        return count
+                self._publish(page, (checksums or {}).get((page.group, page.page)))
+            count += len(sealed)
+            for name, pages in freed_before.items():
+                self._mirror_pages(name, pages)
+            self._write_groups(slot)
+        sequences = {slot: self.table.sequence(slot) for slot, *_ in wanted}
+        return SealResult(
+            count,
+            {slot: sequence.bases for slot, sequence in sequences.items()},
+            {slot: {n: g.first_page for n, g in sequence.groups.items()} for slot, sequence in sequences.items()},
+        )
 
-    def truncate(self, slot: int, num_tokens: int) -> list[PageCopy]:
-        sequence = self.table.sequence(slot)
-        result = self.table.truncate(slot, num_tokens, self.control.logged(slot))
-        self.control.cut(slot, num_tokens)
-        self.control.write_base(slot, len(sequence.hashes) * PAGE_TOKENS)
-        self.control.write_page_ids(slot, sequence.pages)
-        for name, pages in result.freed.items():
-            self._mirror(name, [*pages, *sequence.pages[name][-1:]])
-        return result.copies
+    def truncate(self, slot: int, num_tokens: int) -> Truncated:
+        self.table.confirm()
+        before = self._held(slot)
+        length = self.control.logged(slot)
+        result = self.table.truncate(slot, num_tokens, length, partial(self.control.tokens, slot))
+        self.control.cut(slot, num_tokens, result.num_tokens)
+        self._mirror_sequence(slot, before)
+        return result
+
+    def fork(self, slot: int, request_id: str, max_tokens: int, frozen_request: bytes) -> Forked | Refused:
+        check_fits("request_id", request_id.encode(), MAX_ID_BYTES)
+        _check_frozen(frozen_request)
+        parent = self.table.sequence(slot)
+        self.table.confirm()
+        length = self.control.committed(slot)
+        result = self.table.fork(slot, request_id, max_tokens, length)
+        if isinstance(result, Forked):
+            self.control.open_slot(
+                result.slot,
+                epoch=self.control.epoch,
+                request_id=request_id.encode(),
+                salt=parent.salt.encode(),
+                frozen=frozen_request or self.control.frozen_request(slot),
+                max_tokens=max_tokens,
+                prompt=self.control.tokens(slot, 0, length),
+            )
+            self._mirror_sequence(result.slot)
+        return result
+
+    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> list[TailCopy]:
+        """Raises what SequenceTable.checkpoint raises, and PreconditionFailed (NOT_COMMITTED)."""
+        self.table.sequence(slot)
+        if num_tokens > self.control.committed(slot):
+            raise PreconditionFailed(
+                f"slot {slot} has rows that are not committed",
+                reason="NOT_COMMITTED",
+                given=num_tokens,
+                allowed=f"1 to {self.control.committed(slot)}",
+            )
+        self.table.confirm()
+        return self.table.checkpoint(slot, num_tokens, kind, partial(self.control.tokens, slot))
 
     def release(self, slots: Sequence[int]) -> int:
-        """Returns the number of pages freed, all groups together."""
+        """Returns the number of pages that nobody holds now, all groups together; cached ones are among them."""
         count = 0
-        for slot, groups in self.table.release(slots).items():
+        held = {slot: self._held(slot) for slot in dict.fromkeys(slots)}
+        let_go = self.table.release(slots)
+        self.table.confirm()
+        for slot, groups in let_go.items():
             self.control.close_slot(slot)
-            for name, pages in groups.items():
-                self._mirror(name, pages)
-                count += len(pages)
+            for name, pages in held[slot].items():
+                self._mirror_pages(name, pages)
+            count += sum(map(len, groups.values()))
         return count
 
-    def release_all(self) -> tuple[int, int]:
-        """Ends every sequence; returns (sequences, pages)."""
+    def release_all(self, *, goodbye: bool) -> tuple[int, int]:
+        """Ends every sequence; returns (sequences, pages).
+
+        ``goodbye``: the worker said that it is done, so it made the copies that it was last asked for.
+        """
         slots = self.table.slots
+        self.table.end_attachment(confirmed=goodbye)
         return len(slots), self.release(slots)
+
+    # --- looking ---
 
     def stats(self) -> kvstore_pb2.DeviceStats:
         """Everything but who is attached."""
-        tail_slots = tail_slots_per_group(self.spec.geometry)
-        groups = []
-        for group in self.spec.geometry.groups:
-            table, arena = self.table.groups[group.name], self.arenas[group.name]
-            groups.append(
-                kvstore_pb2.GroupStats(
-                    group=group.name,
-                    mode=group.mode,
-                    page_bytes=group.page_bytes,
-                    pages_total=table.num_pages,
-                    pages_free=table.num_free,
-                    pages_promised=table.num_promised,
-                    pages_open=table.num_open,
-                    pages_sealed=table.num_sealed,
-                    pages_sealed_ever=table.num_sealed_ever,
-                    tail_slots_total=tail_slots[group.name],
-                    arena_bytes=arena.memory.num_bytes,
-                )
-            )
-        return kvstore_pb2.DeviceStats(
-            device=self.spec.device,
-            epoch=self.control.epoch,
-            geometry_digest=self.spec.geometry.digest(),
-            sequences=len(self.table),
-            max_sequences=self.spec.max_sequences,
-            groups=groups,
-            control_bytes=self.control_memory.num_bytes,
-        )
+        stats = device_stats(self.table, self.arenas)
+        stats.device = self.spec.device
+        stats.epoch = self.control.epoch
+        stats.control_bytes = self.control_memory.num_bytes
+        return stats
 
     def close(self) -> None:
         """Gives up descriptors and mapping. The bytes go when the last worker that maps them does."""
+        self.verifier.close()
         del self.control  # unmaps now, whoever still refers to this device
-        for arena in self.arenas.values():
-            arena.memory.close()
+        self.arenas.close()
         self.control_memory.close()
 
-    def _mirror(self, group: str, pages: Sequence[int]) -> None:
-        """Writes the page entries of free and open pages as the table has them."""
+    # --- the control block ---
+
+    def _held(self, slot: int) -> dict[str, list[int]]:
+        """Pages of a sequence by group, before a call that may let some go."""
+        sequence = self.table.sequence(slot)
+        return {name: sequence.groups[name].held() for name in self.table.groups}
+
+    def _mirror_sequence(self, slot: int, before: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Writes what a sequence holds now, and the entries of its pages and of those it held ``before``."""
+        for name, pages in self._held(slot).items():
+            self._mirror_pages(name, dict.fromkeys([*(before or {}).get(name, ()), *pages]))
+        self._write_groups(slot)
+
+    def _write_groups(self, slot: int) -> None:
+        sequence = self.table.sequence(slot)
+        for name, state in sequence.groups.items():
+            self.control.write_group(
+                slot,
+                name,
+                base=state.base,
+                pages=state.pages,
+                first_page=state.first_page,
+                tail_slot=slot if state.group.has_tail else -1,
+            )
+        self.control.write_inexact_from(slot, sequence.inexact_from)
+
+    def _publish(self, page: SealedPage, checksum: int | None) -> None:
+        entry = self.control.pages[page.group][page.page : page.page + 1]
+        if not page.relinked:
+            entry["hash"] = list(page.hash)
+            entry["parent"] = list(page.parent)
+            entry["checksum"] = checksum or 0
+        self._mirror_pages(page.group, [page.page])
+
+    def _mirror_pages(self, group: str, pages: Iterable[int]) -> None:
+        """Writes the page entries as the table has them."""
         table, entries = self.table.groups[group], self.control.pages[group]
         for page in pages:
             entry = entries[page : page + 1]
-            entry["state"] = table.state(page)
-            entry["owner"] = table.owner(page)
+            state = table.state(page)
+            entry["state"] = state
+            entry["refs"] = table.refs(page)
             entry["generation"] = table.generation(page)
-            if table.state(page) != PageState.SEALED:
+            if state in (PageState.FREE, PageState.OPEN):
                 entry["hash"] = 0
                 entry["parent"] = 0
+                entry["checksum"] = 0
+
+
+def _check_frozen(frozen_request: bytes) -> None:
+    check_fits(
+        "frozen_request",
+        frozen_request,
+        MAX_FROZEN_BYTES,
+        hint="leave out the prompt and emitted tokens: they are in the token log",
+    )

@@ -1,4 +1,4 @@
-"""The store's answers as protobuf messages and back: `X_message` writes, `X_from` reads. Service and client share it."""
+"""The store's answers as protobuf messages and back: `X_message` writes, `X_from` reads."""
 
 from __future__ import annotations
 

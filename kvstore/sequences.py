@@ -3,121 +3,134 @@
 Pure: values in, values out. The token log lives in the control block; its owner passes the tokens in. Every method
 checks all it was given before it changes anything, so an error leaves the table as it was.
 
-Mode dense (DESIGN.md 3.1): the newest page is open, private and unhashed; a page is immutable once sealed; a truncate
-into a sealed page moves the rows below the cut to a new open page.
+What a group's mode means for its pages stands in ``group_pages``, which prompts can be resumed where in
+``prefix_match``; here pages are counted, promised, shared, evicted and let go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.pages import PageTable
-from protos.errors import InternalError, InvalidRequest, NotFound, PreconditionFailed, TooLarge
+from kvstore.answers import (
+    Admitted,
+    Forked,
+    NewPage,
+    PageCopy,
+    Refill,
+    Refused,
+    Relinked,
+    Split,
+    TailCopy,
+    Truncated,
+)
+from kvstore.checkpoints import Checkpoint, CheckpointCache, CheckpointKind, JunctionNotes
+from kvstore.events import EventLog
+from kvstore.geometry import CacheGeometry
+from kvstore.group_pages import (
+    NO_PAGE,
+    Cut,
+    GroupPages,
+    Shadow,
+    cut_dense,
+    cut_packed,
+    pending_is_there,
+    unhanded,
+    worst_pages,
+)
+from kvstore.pages import PageState, PageTable
+from kvstore.prefix_index import PrefixIndex
+from kvstore.prefix_match import GroupMatch, KeptTails, Match, find_match
+from kvstore.retention import is_dense_again
+from protos.errors import CapacityError, InternalError, InvalidRequest, NotFound, PreconditionFailed, TooLarge
 from protos.page_hash import PAGE_TOKENS, ROOT, page_hashes
 
-
-@dataclass(frozen=True)
-class Admitted:
-    """``slot`` is the sequence's id until it is released."""
-
-    slot: int
-
-
-@dataclass(frozen=True)
-class Refused:
-    """No room now. ``short_group`` is the layer group without enough pages; empty: no slot is free.
-
-    ``pages_free`` counts pages that are neither held nor promised. A sequence with ``pages_needed > pages_total`` can
-    never be admitted.
-    """
-
-    short_group: str
-    pages_needed: int
-    pages_free: int
-    pages_total: int
-
-
-@dataclass(frozen=True)
-class PageCopy:
-    """Rows of the first ``num_tokens`` tokens go from ``from_page`` to ``to_page``. The worker copies, before it
-    writes.
-    """
-
-    group: str
-    from_page: int
-    to_page: int
-    num_tokens: int
+CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = ("prompt_end", "turn_end", "junction")
+JUNCTIONS_REMEMBERED = 4096
+Tokens = Callable[[int, int], Sequence[int]]
+"""tokens(first, last): the logged ids of [first, last) of a sequence."""
 
 
 @dataclass(frozen=True)
 class SealedPage:
-    """Page ``index`` of a sequence became immutable; ``pages`` names it in every group."""
+    """Page ``index`` of a sequence became immutable. ``relinked``: it was so before, and nothing was written."""
 
+    group: str
     index: int
+    page: int
     hash: bytes
     parent: bytes
-    pages: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Truncated:
-    """``freed`` are pages per group that went back to the arena, sealed ones that were copied included."""
-
-    copies: list[PageCopy]
-    freed: Mapping[str, list[int]]
+    relinked: bool
 
 
 @dataclass
 class SequencePages:
-    """One sequence. ``pages[group][i]`` holds tokens [128 i, 128 (i + 1)); the first ``len(hashes)`` are sealed."""
+    """One sequence. ``hashes``: the chain of its first whole pages, as far as some group was sealed.
+
+    ``inexact_from``: first token that was computed after an inexact resume; what stands behind it carries the mark.
+    """
 
     slot: int
     request_id: str
     salt: str
     max_tokens: int
-    pages: dict[str, list[int]]
+    groups: dict[str, GroupPages]
     hashes: list[bytes] = field(default_factory=list)
+    inexact_from: int | None = None
 
     @property
-    def num_pages(self) -> int:
-        return len(next(iter(self.pages.values())))
+    def bases(self) -> dict[str, int]:
+        return {name: state.base for name, state in self.groups.items()}
 
     @property
-    def promised_left(self) -> int:
-        """Pages, in every group, that are promised and not handed out."""
-        return pages_for(self.max_tokens) - self.num_pages
-
-
-def pages_for(num_tokens: int) -> int:
-    """Pages that hold ``num_tokens`` tokens."""
-    return -(-num_tokens // PAGE_TOKENS)
+    def pages(self) -> dict[str, list[int]]:
+        return {name: state.pages for name, state in self.groups.items()}
 
 
 class SequenceTable:
     """Sequences of one device, in slots [0, max_sequences).
 
+    A sequence's slot is also its tail slot in every group that has tails; tail slots from max_sequences on belong to
+    checkpoints.
+
     Args:
-        groups: the page table of each layer group.
+        geometry: groups and modes.
+        num_pages: pages of each group.
         max_sequences: slots.
         max_sequence_tokens: the longest sequence, prompt and output together.
-        weights_digest, geometry_digest: part of every page hash.
+        weights_digest: part of every page hash, beside the geometry's.
+        checkpoint_slots: tail slots for checkpoints.
+        events: told of every hash that becomes reusable or stops being so.
     """
 
     def __init__(
         self,
-        groups: Sequence[PageTable],
+        geometry: CacheGeometry,
+        num_pages: Mapping[str, int],
         *,
         max_sequences: int,
         max_sequence_tokens: int,
         weights_digest: bytes,
-        geometry_digest: bytes,
+        checkpoint_slots: int = 0,
+        events: EventLog | None = None,
     ) -> None:
-        self.groups = {table.group: table for table in groups}
+        self.geometry = geometry
+        self.groups = {g.name: PageTable(g.name, num_pages[g.name]) for g in geometry.groups if g.has_pages}
         self.max_sequences = max_sequences
         self.max_sequence_tokens = max_sequence_tokens
-        self._weights_digest = weights_digest
-        self._geometry_digest = geometry_digest
+        self.index = PrefixIndex(
+            list(self.groups), windowed=[g.name for g in geometry.groups if g.retained_window], events=events
+        )
+        self._tailed = [group.name for group in geometry.groups if group.has_tail]
+        last = max_sequences + checkpoint_slots
+        self.checkpoints = CheckpointCache({name: range(max_sequences, last) for name in self._tailed})
+        self.counters: Counter[tuple[str, str]] = Counter()
+        """(what, group) -> how often, ever; group is empty for what concerns all of them."""
+        self._kept_tails: dict[int, KeptTails] = {}  # by tail slot of a checkpoint
+        self._under_way: list[Checkpoint] = []  # copies that the last answer asked for
+        self._junctions = JunctionNotes(JUNCTIONS_REMEMBERED)
+        self._digests = {"weights_digest": weights_digest, "geometry_digest": geometry.digest()}
         self._sequences: dict[int, SequencePages] = {}
         self._free_slots = list(range(max_sequences - 1, -1, -1))
 
@@ -137,6 +150,24 @@ class SequenceTable:
                 "no such sequence", reason="UNKNOWN_SLOT", given=slot, hint="it was released, or never opened"
             ) from None
 
+    def confirm(self) -> None:
+        """The worker has made the copies that the last answer asked for: it calls again, or said goodbye."""
+        for checkpoint in self._under_way:
+            if checkpoint.pins:
+                self.checkpoints.unpin(checkpoint)
+            else:
+                self.checkpoints.commit(checkpoint)
+        self._under_way.clear()
+
+    def end_attachment(self, *, confirmed: bool) -> None:
+        """Nobody is attached any more: pins end with their sequences, which the caller releases."""
+        if confirmed:
+            self.confirm()
+        self._under_way.clear()
+        self.checkpoints.end_attachment()
+
+    # --- open ---
+
     def demand_valid(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raises what ``open`` raises for these lengths, so that a batch can be checked before any of it is opened."""
         if num_prompt_tokens < 1:
@@ -148,39 +179,133 @@ class SequenceTable:
         if num_prompt_tokens > max_tokens:
             raise InvalidRequest("prompt is over max_tokens", given=num_prompt_tokens, allowed=max_tokens)
 
-    def open(self, request_id: str, salt: str, num_prompt_tokens: int, max_tokens: int) -> Admitted | Refused:
-        """Promises the pages of ``max_tokens`` tokens in every group, or refuses and promises nothing.
+    def open(
+        self,
+        request_id: str,
+        salt: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        reuse: bool = True,
+        exact_only: bool = False,
+    ) -> Admitted | Refused:
+        """Pins what is cached of the prompt and promises the pages of the rest of ``max_tokens`` tokens in every group,
+        or refuses and changes nothing.
 
         Raises:
             InvalidRequest: no prompt (EMPTY_PROMPT), or a prompt over max_tokens.
             TooLarge: max_tokens over the longest sequence.
         """
-        self.demand_valid(num_prompt_tokens, max_tokens)
-        needed = pages_for(max_tokens)
-        for table in self.groups.values():
-            if needed > table.num_available:
-                return Refused(table.group, needed, table.num_available, table.num_pages)
-        if not self._free_slots:
-            scarcest = min(self.groups.values(), key=lambda table: table.num_available)
-            return Refused("", needed, scarcest.num_available, scarcest.num_pages)
+        self.demand_valid(len(prompt), max_tokens)
+        hashes = list(page_hashes(prompt, salt=salt, **self._digests)) if reuse else []
+        match = self._match(salt, hashes, prompt, max_tokens, exact_only) if reuse else None
+        states = {g.name: GroupPages.empty(g, self.geometry, max_tokens) for g in self.geometry.groups}
+        if match:
+            for name, found in match.groups.items():
+                _adopt(states[name], found)
+        refused = self._refusal(states)
+        if refused:
+            return refused
         slot = self._free_slots.pop()
-        for table in self.groups.values():
-            table.promise(needed)
-        self._sequences[slot] = SequencePages(slot, request_id, salt, max_tokens, {name: [] for name in self.groups})
-        return Admitted(slot)
+        sequence = SequencePages(slot, request_id, salt, max_tokens, states)
+        self._sequences[slot] = sequence
+        self._hold(states)
+        if reuse:
+            self._count_match(match)
+        refills: list[Refill] = []
+        tail_copies: list[TailCopy] = []
+        if match:
+            sequence.hashes = hashes[: match.num_tokens // PAGE_TOKENS]
+            sequence.inexact_from = match.inexact_from
+            refills = [Refill(name, slot, *found.refill) for name, found in match.groups.items() if found.refill]
+        if match and match.checkpoint:
+            self.checkpoints.pin(match.checkpoint)
+            self._under_way.append(match.checkpoint)
+            tail_copies = [TailCopy(name, kept, slot) for name, kept in match.checkpoint.slots.items()]
+        return Admitted(
+            slot,
+            self._tail_slots(slot),
+            num_cached=match.num_tokens if match else 0,
+            prefix_exact=match is None or match.exact,
+            pages=_copied(sequence.pages),
+            bases=sequence.bases,
+            refills=refills,
+            tail_copies=tail_copies,
+            junction=self._junction(hashes, len(prompt), match),
+        )
 
-    def reserve(self, wanted: Sequence[tuple[int, int]]) -> dict[int, dict[str, list[int]]]:
-        """Hands out promised pages so that ``num_tokens`` tokens of each (slot, num_tokens) have room.
+    def _match(
+        self, salt: str, hashes: Sequence[bytes], prompt: Sequence[int], max_tokens: int, exact_only: bool
+    ) -> Match | None:
+        return find_match(
+            self.geometry,
+            self.index,
+            self.checkpoints,
+            self._kept_tails,
+            salt=salt,
+            hashes=hashes,
+            tokens=prompt,
+            max_tokens=max_tokens,
+            exact_only=exact_only,
+        )
+
+    def _junction(self, hashes: Sequence[bytes], num_prompt_tokens: int, match: Match | None) -> int:
+        """A length behind the match at which prompts were seen to part, this one for at least the second time."""
+        done = match.num_tokens if match else 0
+        shared = self.index.longest(hashes[: (num_prompt_tokens - 1) // PAGE_TOKENS]) if hashes and self._tailed else 0
+        if shared * PAGE_TOKENS <= done or not self.checkpoints.budget:
+            return 0
+        parted = any(self.index.continues(name, hashes[shared - 1]) for name in self.groups)
+        return shared * PAGE_TOKENS if parted and self._junctions.seen_before(hashes[shared - 1]) else 0
+
+    def _count_match(self, match: Match | None) -> None:
+        if match is None:
+            self.counters["prefix_misses", ""] += 1
+            return
+        self.counters["prefix_hits_exact" if match.exact else "prefix_hits_inexact", ""] += 1
+        self.counters["prefix_tokens_reused", ""] += match.num_tokens
+        for name, found in match.groups.items():
+            self.counters["pages_reused", name] += sum(page != NO_PAGE for page in found.pages) + len(found.shadows)
+
+    def _refusal(self, states: Mapping[str, GroupPages]) -> Refused | None:
+        """Whether there is room for new states, whose sealed pages would be shared and the rest promised."""
+        for name, table in self.groups.items():
+            state = states[name]
+            cached = sum(table.state(page) == PageState.CACHED for page in state.held())
+            if cached + state.still_promised() > table.num_available:
+                return Refused(name, state.worst, table.num_available, table.num_pages)
+        if not self._free_slots:
+            if not self.groups:
+                return Refused("", 0, 0, 0)
+            scarcest = min(self.groups.values(), key=lambda table: table.num_available)
+            return Refused("", states[scarcest.group].worst, scarcest.num_available, scarcest.num_pages)
+        return None
+
+    def _hold(self, states: Mapping[str, GroupPages]) -> None:
+        """Shares the pages of new states and promises what they may need yet."""
+        for name, table in self.groups.items():
+            pages = states[name].held()
+            self.index.pin(name, [page for page in pages if table.state(page) == PageState.CACHED])
+            table.share(pages)
+            self._settle(name, states[name])
+
+    def _tail_slots(self, slot: int) -> dict[str, int]:
+        return dict.fromkeys(self._tailed, slot)
+
+    # --- reserve and seal ---
+
+    def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> dict[int, dict[str, list[NewPage]]]:
+        """Hands out promised pages for each (slot, num_tokens, step_tokens): see ``Attachment.reserve``.
 
         Returns:
-            slot -> group -> new page ids in token order. Slots that needed none are left out.
+            slot -> group -> new pages in token order. Slots that needed none are left out.
 
         Raises:
-            NotFound: UNKNOWN_SLOT. InvalidRequest: a slot is named twice, or num_tokens is over what was promised.
+            NotFound: UNKNOWN_SLOT. InvalidRequest: a slot is named twice, num_tokens is over what was promised, or
+            step_tokens is below 1.
         """
-        _demand_distinct([slot for slot, _ in wanted])
-        missing = {}
-        for slot, num_tokens in wanted:
+        _demand_distinct([slot for slot, *_ in wanted])
+        for slot, num_tokens, step_tokens in wanted:
             sequence = self.sequence(slot)
             if not 0 <= num_tokens <= sequence.max_tokens:
                 raise InvalidRequest(
@@ -189,63 +314,135 @@ class SequenceTable:
                     given=num_tokens,
                     allowed=sequence.max_tokens,
                 )
-            missing[slot] = pages_for(num_tokens) - sequence.num_pages
-        handed: dict[int, dict[str, list[int]]] = {}
-        for slot, count in missing.items():
-            if count > 0:
-                handed[slot] = {name: table.take(slot, count) for name, table in self.groups.items()}
-                for name, pages in handed[slot].items():
-                    self._sequences[slot].pages[name].extend(pages)
+            _demand_step(step_tokens)
+        handed: dict[int, dict[str, list[NewPage]]] = {}
+        for slot, num_tokens, step_tokens in wanted:
+            for name, state in self._sequences[slot].groups.items():
+                new = [self._hand_out(name, state, index) for index in state.missing(num_tokens, step_tokens)]
+                if new:
+                    handed.setdefault(slot, {})[name] = new
         return handed
 
-    def seal(self, slot: int, num_tokens: int, tokens: Callable[[int, int], Sequence[int]]) -> list[SealedPage]:
-        """Seals the whole pages among tokens [0, num_tokens) that are not yet sealed.
+    def _hand_out(self, name: str, state: GroupPages, index: int) -> NewPage:
+        if not state.group.packed:
+            new = NewPage(index, self._take(name, state))
+            state.pages.append(new.page_id)
+            return new
+        shadow = state.shadows.get(index)
+        if shadow is None:
+            new = NewPage(index, self._take(name, state))
+        elif shadow.whole:
+            new = NewPage(index, shadow.page, Relinked())
+        elif shadow.reopened:
+            self.groups[name].reopen(shadow.page)
+            new = NewPage(index, shadow.page, Split(shadow.page, shadow.num_tokens))
+            del state.shadows[index]
+        else:
+            new = NewPage(index, self._take(name, state), Split(shadow.page, shadow.num_tokens))
+        state.handed[index] = new
+        return new
+
+    def demand_reserved(self, slot: int, num_tokens: int, step_tokens: int) -> None:
+        """Raises what ``seal`` raises, so that a batch can be checked before any of it is sealed."""
+        sequence = self.sequence(slot)
+        _demand_step(step_tokens)
+        for name, state in sequence.groups.items():
+            if num_tokens < 0 or num_tokens > sequence.max_tokens or state.missing(num_tokens, step_tokens):
+                raise PreconditionFailed(
+                    f"slot {slot} has no pages for these tokens in group {name!r}",
+                    reason="NOT_RESERVED",
+                    given=f"{num_tokens} tokens, {step_tokens} of this step",
+                    allowed="what was reserved",
+                    hint="reserve the same numbers first",
+                )
+
+    def seal(self, slot: int, num_tokens: int, step_tokens: int, tokens: Tokens) -> list[SealedPage]:
+        """Moves every group's base as far as (num_tokens, step_tokens) allows, and publishes the pages below.
 
         Args:
-            tokens: tokens(first, last) are the logged ids of [first, last).
+            tokens: the sequence's.
 
         Raises:
-            NotFound: UNKNOWN_SLOT. PreconditionFailed: num_tokens is over the pages that were handed out.
+            NotFound: UNKNOWN_SLOT. PreconditionFailed: NOT_RESERVED.
         """
+        self.demand_reserved(slot, num_tokens, step_tokens)
         sequence = self.sequence(slot)
-        held = sequence.num_pages * PAGE_TOKENS
-        if not 0 <= num_tokens <= held:
-            raise PreconditionFailed(
-                f"slot {slot} has no pages for these tokens",
-                reason="NOT_RESERVED",
-                given=num_tokens,
-                allowed=f"0 to {held}",
-            )
-        first, last = len(sequence.hashes), num_tokens // PAGE_TOKENS
-        if last <= first:
-            return []
-        parent = sequence.hashes[-1] if sequence.hashes else ROOT
-        hashes = page_hashes(
-            tokens(first * PAGE_TOKENS, last * PAGE_TOKENS),
-            salt=sequence.salt,
-            weights_digest=self._weights_digest,
-            geometry_digest=self._geometry_digest,
-            parent=parent,
-        )
-        sealed = []
-        for index, digest in zip(range(first, last), hashes, strict=True):
-            sealed.append(
-                SealedPage(index, digest, parent, {name: sequence.pages[name][index] for name in self.groups})
-            )
-            parent = digest
-        for name, table in self.groups.items():
-            table.seal(slot, sequence.pages[name][first:last])
-        sequence.hashes.extend(page.hash for page in sealed)
+        bases = {name: state.sealed_base(num_tokens, step_tokens) for name, state in sequence.groups.items()}
+        self._extend_hashes(sequence, max(bases.values()) // PAGE_TOKENS, tokens)
+        sealed: list[SealedPage] = []
+        for name, state in sequence.groups.items():
+            first, last = state.num_sealed, bases[name] // PAGE_TOKENS
+            state.base = bases[name]
+            if state.group.has_pages:
+                sealed += [self._seal_page(sequence, name, state, index) for index in range(first, last)]
+                self._free_behind_window(name, state, num_tokens, step_tokens)
+                self._settle(name, state)
+            if state.lossy_end <= state.base:
+                state.lossy_end = 0
+            state.high = max(state.high, num_tokens)
         return sealed
 
-    def truncate(self, slot: int, num_tokens: int, length: int) -> Truncated:
+    def _seal_page(self, sequence: SequencePages, name: str, state: GroupPages, index: int) -> SealedPage:
+        table = self.groups[name]
+        digest = sequence.hashes[index]
+        parent = sequence.hashes[index - 1] if index else ROOT
+        relinked = False
+        if state.group.packed:
+            new = state.handed.pop(index)
+            page, relinked = new.page_id, isinstance(new.source, Relinked)
+            state.pages.append(page)
+            shadow = state.shadows.pop(index, None)
+            if relinked:
+                self.counters["pages_relinked", name] += 1
+            else:
+                table.seal([page])
+                self.counters["pages_sealed", name] += 1
+            if isinstance(new.source, Split):
+                self.counters["pages_split", name] += 1
+                if shadow:
+                    self._drop(name, [shadow.page])
+        else:
+            page = state.pages[index]
+            table.seal([page])
+            self.counters["pages_sealed", name] += 1
+        if not relinked:
+            end = (index + 1) * PAGE_TOKENS
+            exact = sequence.inexact_from is None or end <= sequence.inexact_from
+            added = self.index.add(name, digest, page, parent=parent, exact=exact)
+            if added.free is not None:
+                table.uncache([added.free])
+        return SealedPage(name, index, page, digest, parent, relinked)
+
+    def _free_behind_window(self, name: str, state: GroupPages, num_tokens: int, step_tokens: int) -> None:
+        behind = state.behind_window(num_tokens, step_tokens)
+        if behind:
+            self._drop(name, [state.pages[index] for index in behind])
+            state.pages[behind.start : behind.stop] = [NO_PAGE] * len(behind)
+            state.first_page = behind.stop
+            self.counters["pages_freed_behind_window", name] += len(behind)
+
+    def _extend_hashes(self, sequence: SequencePages, num_pages: int, tokens: Tokens) -> None:
+        known = len(sequence.hashes)
+        if num_pages > known:
+            sequence.hashes += page_hashes(
+                tokens(known * PAGE_TOKENS, num_pages * PAGE_TOKENS),
+                salt=sequence.salt,
+                parent=sequence.hashes[-1] if known else ROOT,
+                **self._digests,
+            )
+
+    # --- truncate ---
+
+    def truncate(self, slot: int, num_tokens: int, length: int, tokens: Tokens) -> Truncated:
         """Forgets tokens [num_tokens, length). Pages behind the cut go back to the promise of the sequence.
 
         Args:
             length: the logged length.
+            tokens: the sequence's, as long as they are.
 
         Raises:
-            NotFound: UNKNOWN_SLOT. PreconditionFailed: TRUNCATE_EXTENDS, num_tokens is over length.
+            NotFound: UNKNOWN_SLOT. PreconditionFailed: TRUNCATE_EXTENDS, TRUNCATE_TOO_DEEP. CapacityError: ARENA_FULL,
+            pages that others share cannot be replaced now.
         """
         sequence = self.sequence(slot)
         if not 0 <= num_tokens <= length:
@@ -255,54 +452,392 @@ class SequenceTable:
                 given=num_tokens,
                 allowed=f"0 to {length}",
             )
-        keep, whole = pages_for(num_tokens), num_tokens // PAGE_TOKENS
+        for state in sequence.groups.values():
+            state.high = max(state.high, length)
+        cuts, checkpoint = self._plan_truncate(sequence, num_tokens, tokens)
+        if checkpoint:
+            num_tokens = checkpoint.num_tokens
+        exact = checkpoint is not None or all(cut.refill is None for cut in cuts.values())
+        self._apply(sequence, cuts, num_tokens)
         copies: list[PageCopy] = []
-        freed: dict[str, list[int]] = {}
+        for name, cut in cuts.items():
+            if cut.copied is not None:
+                state = sequence.groups[name]
+                new = self._take(name, state)
+                state.pages.append(new)
+                if new != cut.copied:
+                    copies.append(PageCopy(name, cut.copied, new, num_tokens % PAGE_TOKENS))
+        del sequence.hashes[num_tokens // PAGE_TOKENS :]
+        tail_copies = self._restore_tails(sequence, checkpoint)
+        self._mark_inexact(sequence, num_tokens)
+        self.counters["truncates_exact" if exact and not checkpoint else "truncates_deep", ""] += 1
+        refills = [Refill(name, slot, *cut.refill) for name, cut in cuts.items() if cut.refill]
+        return Truncated(num_tokens, copies, refills, exact, sequence.bases, tail_copies)
+
+    def _plan_truncate(
+        self, sequence: SequencePages, num_tokens: int, tokens: Tokens
+    ) -> tuple[dict[str, Cut], Checkpoint | None]:
+        cuts: dict[str, Cut] = {}
+        too_deep: list[str] = []
+        pending = []
+        for name, state in sequence.groups.items():
+            cut = cut_dense(state, num_tokens) if state.group.mode == "dense" else cut_packed(state, num_tokens)
+            if isinstance(cut, str):
+                too_deep.append(cut)
+                continue
+            cuts[name] = cut
+            if state.group.has_pending and num_tokens and (cut.refill or not pending_is_there(state, num_tokens)):
+                pending.append(name)
+        if not too_deep and not pending:
+            return self._affordable(sequence, cuts), None
+        found = self._kept_boundary(sequence, num_tokens, tokens)
+        if found:
+            return self._affordable(sequence, found[0]), found[1]
+        why = too_deep or [f"group {name!r} has rows that wait for their partial group" for name in pending]
+        raise PreconditionFailed(
+            f"slot {sequence.slot} cannot go back that far: {why[0]}",
+            reason="TRUNCATE_TOO_DEEP",
+            given=num_tokens,
+            allowed=f"lengths whose window is in the tail (bases {sequence.bases}), or a kept checkpoint below",
+            hint="compute the sequence again from its token log, or keep checkpoints",
+        )
+
+    def _kept_boundary(
+        self, sequence: SequencePages, num_tokens: int, tokens: Tokens
+    ) -> tuple[dict[str, Cut], Checkpoint] | None:
+        """The longest checkpoint of these very tokens at or below ``num_tokens``, and the cuts that go with it."""
+        whole = num_tokens // PAGE_TOKENS
+        head = list(tokens(0, num_tokens))
+        hashes = list(page_hashes(head, salt=sequence.salt, **self._digests))
+        one_more = [*head, 0]
+        chain = [*hashes, bytes(len(ROOT))] if len(one_more) // PAGE_TOKENS > whole else hashes
+        for checkpoint in self.checkpoints.matches(sequence.salt, chain, one_more):
+            kept = self._kept_tails[next(iter(checkpoint.slots.values()))]
+            cuts: dict[str, Cut] = {}
+            for name, state in sequence.groups.items():
+                if state.group.mode == "dense":
+                    cuts[name] = cut_dense(state, checkpoint.num_tokens)
+                elif kept.bases[name] <= state.base:
+                    cut = cut_packed(state, checkpoint.num_tokens, kept.bases[name])
+                    if isinstance(cut, Cut):
+                        cuts[name] = cut
+            if len(cuts) == len(sequence.groups):
+                return cuts, checkpoint
+        return None
+
+    def _affordable(self, sequence: SequencePages, cuts: dict[str, Cut]) -> dict[str, Cut]:
+        """The cuts, with pages completed in place where no other is to be had.
+
+        Raises:
+            CapacityError: ARENA_FULL.
+        """
         for name, table in self.groups.items():
-            pages = sequence.pages[name]
-            freed[name] = pages[keep:]
-            table.free(slot, freed[name], keep_promise=True)
-            del pages[keep:]
-            if whole < keep and whole < len(sequence.hashes):  # the cut is inside a sealed page
-                old, new = pages[whole], table.replace_sealed(slot, pages[whole])
-                if new != old:
-                    copies.append(PageCopy(name, old, new, num_tokens - whole * PAGE_TOKENS))
-                    freed[name].append(old)
-                pages[whole] = new
-        del sequence.hashes[whole:]
-        return Truncated(copies, freed)
+            state, cut = sequence.groups[name], cuts[name]
+            let_go = sum(table.refs(page) == 1 for page in cut.dropped)
+            promise = self._after(state, cut).still_promised() - state.promised
+            short = promise - table.num_available - let_go
+            if short <= 0:
+                continue
+            alone = [s for s in cut.shadows.values() if not s.whole and not s.reopened and table.refs(s.page) == 1]
+            if short > 1 or not alone:
+                raise CapacityError(
+                    f"group {name!r} has no pages in place of those that are shared",
+                    reason="ARENA_FULL",
+                    given=f"{promise} pages",
+                    allowed=f"{table.num_available + let_go} of {table.num_pages} pages",
+                    hint="release or drop another sequence, then truncate again",
+                    retry_after_ms=100,
+                )
+            alone[0].reopened = True
+        return cuts
+
+    def _after(self, state: GroupPages, cut: Cut) -> GroupPages:
+        """The state that a cut leaves; its pages are not counted yet."""
+        return GroupPages(
+            state.group,
+            state.margin,
+            state.tail_tokens,
+            state.worst,
+            pages=list(cut.pages),
+            base=cut.base,
+            first_page=min(state.first_page, len(cut.pages)),
+            shadows=cut.shadows,
+            promised=state.promised,
+            lossy_end=state.lossy_end,
+            high=state.high,
+        )
+
+    def _apply(self, sequence: SequencePages, cuts: Mapping[str, Cut], num_tokens: int) -> None:
+        for name, cut in cuts.items():
+            old = sequence.groups[name]
+            state = sequence.groups[name] = self._after(old, cut)
+            if cut.refill:
+                state.lossy_end = cut.refill[0] + cut.refill[1]
+            state.lossy_end = min(state.lossy_end, num_tokens)
+            if state.lossy_end <= state.base:
+                state.lossy_end = 0
+            if not state.group.has_pages:
+                continue
+            table = self.groups[name]
+            for new in old.handed.values():  # completed in place, and not published: sealed as it was
+                if isinstance(new.source, Split) and new.source.from_page == new.page_id:
+                    table.seal([new.page_id])
+            self._drop(name, cut.dropped)
+            for shadow in cut.shadows.values():
+                if shadow.reopened and self.index.hash_of(name, shadow.page) is not None:
+                    self.index.remove(name, shadow.page)
+            self._settle(name, state)
+
+    def _restore_tails(self, sequence: SequencePages, checkpoint: Checkpoint | None) -> list[TailCopy]:
+        if checkpoint is None:
+            return []
+        kept = self._kept_tails[next(iter(checkpoint.slots.values()))]
+        for name in checkpoint.slots:
+            state = sequence.groups[name]
+            state.high, state.lossy_end = kept.highs[name], kept.lossy_ends[name]
+        if kept.inexact_from is not None:
+            sequence.inexact_from = _least(sequence.inexact_from, kept.inexact_from)
+        self.checkpoints.pin(checkpoint)
+        self._under_way.append(checkpoint)
+        return [TailCopy(name, slot, sequence.slot) for name, slot in checkpoint.slots.items()]
+
+    def _mark_inexact(self, sequence: SequencePages, num_tokens: int) -> None:
+        """What comes next is inexact where its window has dequantised rows, or was so before."""
+        if any(state.tail_is_lossy(num_tokens) for state in sequence.groups.values()):
+            sequence.inexact_from = _least(sequence.inexact_from, num_tokens)
+        elif sequence.inexact_from is not None and sequence.inexact_from >= num_tokens:
+            sequence.inexact_from = None
+
+    # --- fork, checkpoint, release ---
+
+    def fork(self, slot: int, request_id: str, max_tokens: int, length: int) -> Forked | Refused:
+        """A new sequence of the first ``length`` tokens of another: shares sealed pages, copies open ones and tails.
+
+        Args:
+            length: the committed length of the parent.
+            max_tokens: worst case of the new sequence.
+
+        Raises:
+            NotFound: UNKNOWN_SLOT. InvalidRequest, TooLarge: max_tokens.
+        """
+        parent = self.sequence(slot)
+        self.demand_valid(length, max_tokens)
+        states = {name: self._forked(state, max_tokens, length) for name, state in parent.groups.items()}
+        refused = self._refusal(states)
+        if refused:
+            return refused
+        child = SequencePages(
+            self._free_slots.pop(),
+            request_id,
+            parent.salt,
+            max_tokens,
+            states,
+            parent.hashes[: length // PAGE_TOKENS],
+            parent.inexact_from,
+        )
+        self._sequences[child.slot] = child
+        self._hold(states)
+        copies: list[PageCopy] = []
+        for name, state in states.items():
+            if state.group.mode != "dense":
+                continue
+            for index in state.missing(length, 1):
+                new = self._hand_out(name, state, index)
+                first = new.index * PAGE_TOKENS
+                copies.append(
+                    PageCopy(name, parent.pages[name][new.index], new.page_id, min(PAGE_TOKENS, length - first))
+                )
+        self.counters["forks", ""] += 1
+        return Forked(
+            child.slot,
+            _copied(child.pages),
+            child.bases,
+            copies,
+            [TailCopy(name, slot, child.slot) for name in self._tailed],
+            self._tail_slots(child.slot),
+        )
+
+    def _forked(self, state: GroupPages, max_tokens: int, length: int) -> GroupPages:
+        _, shadows = unhanded(state)
+        worst = max(worst_pages(state.group, state.margin, max_tokens), state.num_sealed)
+        return GroupPages(
+            state.group,
+            state.margin,
+            state.tail_tokens,
+            worst,
+            pages=state.pages[: state.num_sealed] if state.group.has_pages else [],
+            base=state.base,
+            first_page=state.first_page,
+            shadows={
+                index: Shadow(shadow.page, shadow.num_tokens)
+                for index, shadow in shadows.items()
+                if index < worst and not shadow.reopened
+            },
+            lossy_end=state.lossy_end,
+            high=max(state.high, length),
+        )
+
+    def checkpoint(self, slot: int, num_tokens: int, kind: str, tokens: Tokens) -> list[TailCopy]:
+        """Keeps the tails of a sequence of ``num_tokens`` tokens. No copies: no budget, or an equal one is there.
+
+        Raises:
+            NotFound: UNKNOWN_SLOT. InvalidRequest: UNKNOWN_CHECKPOINT_KIND, or no tokens. PreconditionFailed:
+            CHECKPOINT_NOT_DENSE, a tail no longer holds the window of ``num_tokens``.
+        """
+        sequence = self.sequence(slot)
+        known: CheckpointKind | None = next((k for k in CHECKPOINT_KINDS if k == kind), None)
+        if known is None or num_tokens < 1:
+            raise InvalidRequest(
+                "no such checkpoint",
+                reason="UNKNOWN_CHECKPOINT_KIND",
+                given=f"{kind!r} at {num_tokens} tokens",
+                allowed=f"{', '.join(CHECKPOINT_KINDS)}; 1 token or more",
+            )
+        if not self.checkpoints.budget:
+            return []
+        for name in self._tailed:
+            state = sequence.groups[name]
+            dense = state.group.mode == "dense" or is_dense_again(num_tokens, state.base, state.window)
+            if not dense or (state.group.has_pending and not pending_is_there(state, num_tokens)):
+                raise PreconditionFailed(
+                    f"the tail of slot {slot} in group {name!r} does not hold the window of this length",
+                    reason="CHECKPOINT_NOT_DENSE",
+                    given=num_tokens,
+                    allowed=f"base {state.base}, window {state.window}",
+                    hint="take checkpoints as the sequence passes them",
+                )
+        log = list(tokens(0, num_tokens))
+        hashes = list(page_hashes(log, salt=sequence.salt, **self._digests))
+        inexact = sequence.inexact_from is not None and sequence.inexact_from < num_tokens
+        exact = not inexact and not any(sequence.groups[name].tail_is_lossy(num_tokens) for name in self._tailed)
+        checkpoint = self.checkpoints.put(sequence.salt, hashes, log, exact=exact, kind=known)
+        if checkpoint is None:
+            return []
+        kept = KeptTails(
+            bases={name: sequence.groups[name].base for name in self._tailed},
+            lossy_ends={name: sequence.groups[name].lossy_end for name in self._tailed},
+            highs={name: max(sequence.groups[name].high, num_tokens) for name in self._tailed},
+            inexact_from=sequence.inexact_from,
+        )
+        for tail_slot in checkpoint.slots.values():
+            self._kept_tails[tail_slot] = kept
+        self._under_way.append(checkpoint)
+        return [TailCopy(name, slot, kept_slot) for name, kept_slot in checkpoint.slots.items()]
 
     def release(self, slots: Sequence[int]) -> dict[int, dict[str, list[int]]]:
-        """Ends sequences; returns slot -> group -> freed pages.
+        """Ends sequences; returns slot -> group -> pages that nobody holds now. Those with a hash stay cached.
 
         Raises:
             NotFound: UNKNOWN_SLOT, and nothing was released. InvalidRequest: a slot is named twice.
         """
         _demand_distinct(slots)
         sequences = [self.sequence(slot) for slot in slots]
-        freed = {}
+        let_go: dict[int, dict[str, list[int]]] = {}
         for sequence in sequences:
+            let_go[sequence.slot] = {}
             for name, table in self.groups.items():
-                table.free(sequence.slot, sequence.pages[name])
-                table.unpromise(sequence.promised_left)
-            freed[sequence.slot] = sequence.pages
+                state = sequence.groups[name]
+                table.unpromise(state.promised)
+                let_go[sequence.slot][name] = self._drop(name, state.held())
             del self._sequences[sequence.slot]
             self._free_slots.append(sequence.slot)
-        return freed
+        return let_go
+
+    # --- pages ---
+
+    def _take(self, name: str, state: GroupPages) -> int:
+        """A promised page; a cached one is evicted when none is free."""
+        table = self.groups[name]
+        if not table.num_free:
+            for evicted in self.index.evict(name, 1):
+                table.uncache([evicted.page])
+                self.counters["pages_evicted", name] += 1
+        state.promised -= 1
+        return table.take(1)[0]
+
+    def _drop(self, name: str, pages: Sequence[int]) -> list[int]:
+        """One holder fewer of each page, given in token order; returns those that nobody holds now."""
+        let_go = self.groups[name].drop(pages, lambda page: self.index.hash_of(name, page) is not None)
+        self.index.unpin(name, let_go)
+        return let_go
+
+    def _settle(self, name: str, state: GroupPages) -> None:
+        """Makes the pages set aside for a sequence what it may need yet."""
+        target = state.still_promised()
+        if target > state.promised:
+            self.groups[name].promise(target - state.promised)
+        else:
+            self.groups[name].unpromise(state.promised - target)
+        state.promised = target
+
+    # --- checks ---
+
+    def hashes_of(self, slot: int, tokens: Callable[[int, int, int], Sequence[int]]) -> list[bytes]:
+        """The hashes that a sequence's chain must have, computed again; tokens(slot, first, last)."""
+        sequence = self.sequence(slot)
+        log = tokens(slot, 0, len(sequence.hashes) * PAGE_TOKENS)
+        return list(page_hashes(log, salt=sequence.salt, **self._digests))
 
     def check(self) -> None:
-        """Raises InternalError when sequences and page tables do not agree."""
+        """Raises InternalError when sequences, page tables, index and checkpoints do not agree."""
+        self.index.check()
+        self.checkpoints.check()
         for name, table in self.groups.items():
             table.check()
-            held = [(page, s.slot) for s in self._sequences.values() for page in s.pages[name]]
-            if len(held) != table.num_open + table.num_sealed or any(table.owner(page) != slot for page, slot in held):
-                raise InternalError(f"group {name!r}: pages held by sequences differ from those of the table")
-            if sum(s.promised_left for s in self._sequences.values()) != table.num_promised:
+            states = [sequence.groups[name] for sequence in self._sequences.values()]
+            refs = Counter(page for state in states for page in state.held())
+            for page in range(table.num_pages):
+                if refs[page] != table.refs(page):
+                    raise InternalError(
+                        f"group {name!r}: holders of page {page} differ", given=table.refs(page), allowed=refs[page]
+                    )
+                known, state = self.index.hash_of(name, page) is not None, table.state(page)
+                if known and self.index.is_pinned(name, page) != (state == PageState.SEALED):
+                    raise InternalError(f"group {name!r}: page {page} is {state.name}, but the index has it otherwise")
+                if state == PageState.CACHED and not known:
+                    raise InternalError(f"group {name!r}: page {page} is cached, and the index does not know it")
+            if sum(state.promised for state in states) != table.num_promised:
                 raise InternalError(f"group {name!r}: promises of sequences differ from those of the table")
-            if sum(len(s.hashes) for s in self._sequences.values()) != table.num_sealed:
-                raise InternalError(f"group {name!r}: hashes and sealed pages differ")
+            for sequence_state in states:
+                self._check_state(sequence_state)
         if sorted([*self._free_slots, *self._sequences]) != list(range(self.max_sequences)):
             raise InternalError("a slot is lost or both free and in use")
+
+    def _check_state(self, state: GroupPages) -> None:
+        name = state.group.name
+        if state.promised != state.still_promised():
+            raise InternalError(
+                f"group {name!r}: a promise is off", given=state.promised, allowed=state.still_promised()
+            )
+        if state.group.packed and len(state.pages) != state.num_sealed:
+            raise InternalError(
+                f"group {name!r}: pages differ from the base", given=len(state.pages), allowed=state.base
+            )
+        if any(index < state.num_sealed for index in (*state.shadows, *state.handed)):
+            raise InternalError(f"group {name!r}: a shadow lies below the base", given=sorted(state.shadows))
+
+
+def _adopt(state: GroupPages, found: GroupMatch) -> None:
+    """Makes the state of a new sequence what was matched; its pages are not counted yet."""
+    state.pages = list(found.pages)
+    state.base = found.base
+    state.first_page = found.pages.count(NO_PAGE)
+    state.shadows = {index: Shadow(page, PAGE_TOKENS) for index, page in found.shadows.items()}
+    state.lossy_end = found.lossy_end if found.lossy_end > found.base else 0
+    state.high = found.high
+
+
+def _least(one: int | None, two: int) -> int:
+    return two if one is None else min(one, two)
+
+
+def _copied(pages: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:
+    return {name: list(ids) for name, ids in pages.items()}
+
+
+def _demand_step(step_tokens: int) -> None:
+    if step_tokens < 1:
+        raise InvalidRequest("a step has at least one token", given=step_tokens, allowed="1 or more")
 
 
 def _demand_distinct(slots: Sequence[int]) -> None:

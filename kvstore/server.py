@@ -57,6 +57,7 @@ async def serve(socket_dir: Path, *, memory_limit: int | None, on_ready: Callabl
             log.info("ready", socket=address, pid=os.getpid(), memory_limit=memory_limit)
             on_ready(address)
             failed = asyncio.create_task(service.failed.wait())
+            checks = asyncio.create_task(service.check_when_idle())
             endings: set[asyncio.Future[Any]] = {stop, failed}
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             why = f"the store got {stop.result()}" if stop.done() else "the store broke an invariant"
@@ -64,6 +65,8 @@ async def serve(socket_dir: Path, *, memory_limit: int | None, on_ready: Callabl
             service.revoke_all(why)
             await server.stop(STOP_GRACE_S)
             failed.cancel()
+            checks.cancel()
+            await asyncio.gather(failed, checks, return_exceptions=True)
         finally:
             await fd_server.stop()
             service.close()

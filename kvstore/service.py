@@ -14,23 +14,28 @@ import asyncio
 import os
 import select
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import structlog
 
+from kvstore import messages
 from kvstore.device import Device, DeviceSpec, NewSequence
+from kvstore.events import Event, EventKind
 from kvstore.fd_server import FdServer
 from kvstore.geometry import LAYOUT_VERSION, CacheGeometry
-from kvstore.sequences import Admitted, Refused
 from protos import kvstore_pb2, kvstore_pb2_grpc
-from protos.errors import CapacityError, InternalError, InvalidRequest, PreconditionFailed, Unavailable
+from protos.errors import CapacityError, InternalError, InvalidRequest, NotFound, PreconditionFailed, Unavailable
 
 log = structlog.get_logger("kvstore")
 
 SUSPECT_WAIT_S = 2.0  # a killed process closes its sockets shortly before it counts as gone
+IDLE_CHECK_S = 5.0  # without a call for so long, the store checks itself
+IDLE_CHECK_PAGES = 16  # of each group, a check: the loop is busy for that long
+WATCH_POLL_S = 0.05
+WATCH_BATCH = 4096  # events in one message
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -74,6 +79,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         self._attaching: set[str] = set()
         self._suspects: dict[str, int] = {}  # device -> pidfd
         self._stopping = False
+        self._last_call_ns = self._started_ns
+        self._problems: dict[str, list[str]] = {}  # device -> what the idle check found, so that it is logged once
 
     # --- attachments ---
 
@@ -143,7 +150,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             device=name,
             worker=worker_id,
             epoch=attached.epoch,
+            modes=spec.geometry.modes,
             pages={group: table.num_pages for group, table in device.table.groups.items()},
+            tail_slots=spec.num_tail_slots if spec.geometry.tail_bytes else 0,
             bytes=spec.num_bytes,
             geometry=spec.geometry.summary(),
         )
@@ -181,7 +190,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     def _detach(self, attached: Attached, why: str, *, goodbye: bool) -> None:
         name = attached.device.spec.device
         # A store that stops leaves the control block as it is, like one that dies: its workers go on with it.
-        sequences, pages = (0, 0) if self._stopping else attached.device.release_all()
+        sequences, pages = (0, 0) if self._stopping else attached.device.release_all(goodbye=goodbye)
         del self._attached[name]
         if goodbye:
             if attached.holder is not None:
@@ -233,14 +242,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         """
         for attached in self._attached.values():
             if attached.epoch == epoch:
-                try:
+                self._last_call_ns = time.monotonic_ns()
+                with self._invariants(attached.device):
                     yield attached.device
-                except InternalError as bug:
-                    log.critical(
-                        "invariant broken, the store stops", device=attached.device.spec.device, error=str(bug)
-                    )
-                    self.failed.set()
-                    raise
                 return
         raise PreconditionFailed(
             "this epoch is over",
@@ -250,48 +254,124 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             hint="attach again",
         )
 
+    @contextmanager
+    def _invariants(self, device: Device) -> Iterator[None]:
+        """A broken invariant inside marks the store as failed: its tables cannot be trusted."""
+        try:
+            yield
+        except InternalError as bug:
+            log.critical("invariant broken, the store stops", device=device.spec.device, error=str(bug))
+            self.failed.set()
+            raise
+
     # --- the calls of an attachment ---
 
     async def Open(self, request: kvstore_pb2.OpenRequest, context: Context) -> kvstore_pb2.OpenResponse:
         with self._device(request.epoch) as device:
             results = device.open(
-                NewSequence(s.request_id, s.tenant_salt, s.prompt_token_ids, s.max_tokens, s.frozen_request)
+                NewSequence(
+                    s.request_id,
+                    s.tenant_salt,
+                    s.prompt_token_ids,
+                    s.max_tokens,
+                    s.frozen_request,
+                    reuse=not s.no_reuse,
+                    exact_only=s.exact_only,
+                )
                 for s in request.sequences
             )
-        return kvstore_pb2.OpenResponse(results=[_open_result(result) for result in results])
+        return kvstore_pb2.OpenResponse(results=map(messages.open_message, results))
 
     async def Reserve(self, request: kvstore_pb2.ReserveRequest, context: Context) -> kvstore_pb2.ReserveResponse:
         with self._device(request.epoch) as device:
-            handed = device.reserve(_pairs(request.sequences))
-        return kvstore_pb2.ReserveResponse(
-            sequences=[
-                kvstore_pb2.ReservedPages(
-                    slot=slot,
-                    groups=[kvstore_pb2.GroupPages(group=group, page_ids=pages) for group, pages in groups.items()],
-                )
-                for slot, groups in handed.items()
-            ]
-        )
+            return messages.reserve_message(device.reserve(_wanted(request.sequences)))
 
     async def Seal(self, request: kvstore_pb2.SealRequest, context: Context) -> kvstore_pb2.SealResponse:
         with self._device(request.epoch) as device:
-            return kvstore_pb2.SealResponse(pages_sealed=device.seal(_pairs(request.sequences)))
+            checksums = {(c.group, c.page_id): int(c.checksum) for c in request.checksums}
+            return messages.seal_message(device.seal(_wanted(request.sequences), checksums))
 
     async def Truncate(self, request: kvstore_pb2.TruncateRequest, context: Context) -> kvstore_pb2.TruncateResponse:
         with self._device(request.epoch) as device:
-            copies = device.truncate(request.slot, request.num_tokens)
-        return kvstore_pb2.TruncateResponse(
-            copies=[
-                kvstore_pb2.PageCopy(
-                    group=copy.group, from_page=copy.from_page, to_page=copy.to_page, num_tokens=copy.num_tokens
-                )
-                for copy in copies
-            ]
-        )
+            return messages.truncate_message(device.truncate(request.slot, request.num_tokens))
+
+    async def Fork(self, request: kvstore_pb2.ForkRequest, context: Context) -> kvstore_pb2.ForkResponse:
+        with self._device(request.epoch) as device:
+            result = device.fork(request.slot, request.request_id, request.max_tokens, request.frozen_request)
+            return messages.fork_message(result)
+
+    async def Checkpoint(
+        self, request: kvstore_pb2.CheckpointRequest, context: Context
+    ) -> kvstore_pb2.CheckpointResponse:
+        with self._device(request.epoch) as device:
+            copies = device.checkpoint(request.slot, request.num_tokens, request.kind)
+            return kvstore_pb2.CheckpointResponse(copies=map(messages.tail_copy_message, copies))
 
     async def Release(self, request: kvstore_pb2.ReleaseRequest, context: Context) -> kvstore_pb2.ReleaseResponse:
         with self._device(request.epoch) as device:
             return kvstore_pb2.ReleaseResponse(pages_freed=device.release(list(request.slots)))
+
+    # --- without an attachment ---
+
+    async def Verify(self, request: kvstore_pb2.VerifyRequest, context: Context) -> kvstore_pb2.VerifyResponse:
+        problems: list[str] = []
+        compared = 0
+        for name, device in sorted(self._devices.items()):
+            with self._invariants(device):
+                found = device.verifier.tables()
+                wrong, count = device.verifier.checksums()
+            problems += [f"{name}: {problem}" for problem in (*found, *wrong)]
+            compared += count
+        return kvstore_pb2.VerifyResponse(problems=problems, pages_checked=compared)
+
+    async def check_when_idle(self) -> None:
+        """Checks every device after a while without calls, a few pages at a time; until cancelled.
+
+        Raises:
+            InternalError: tables are at odds; ``failed`` is set.
+        """
+        while True:
+            await asyncio.sleep(IDLE_CHECK_S)
+            if time.monotonic_ns() - self._last_call_ns < IDLE_CHECK_S * 1e9:
+                continue
+            for name, device in list(self._devices.items()):
+                with self._invariants(device):
+                    found = device.verifier.tables() + device.verifier.checksums(IDLE_CHECK_PAGES)[0]
+                for problem in found:
+                    if problem not in self._problems.setdefault(name, []):
+                        self._problems[name].append(problem)
+                        log.error("integrity problem", device=name, problem=problem)
+
+    async def Watch(
+        self, request: kvstore_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.WatchResponse]:
+        if request.device not in self._devices:
+            raise NotFound(
+                "no such device",
+                reason="UNKNOWN_DEVICE",
+                given=request.device,
+                allowed=", ".join(sorted(self._devices)) or "none yet",
+            )
+        incarnation, cursor, started = request.incarnation, int(request.cursor), False
+        while (device := self._devices.get(request.device)) is not None and not self._stopping:
+            batch = device.events.since(incarnation, cursor, WATCH_BATCH)
+            if batch.lost:
+                known = device.events.snapshot(device.table.index.contents())
+                events = [kvstore_pb2.PageEvent(hash=h, group=g) for g, hashes in known.hashes.items() for h in hashes]
+                yield kvstore_pb2.WatchResponse(
+                    incarnation=known.incarnation,
+                    cursor=known.cursor,
+                    lost=bool(incarnation),
+                    snapshot=True,
+                    added=events,
+                )
+                incarnation, cursor = known.incarnation, known.cursor
+            elif batch.events or not started:
+                yield _watch_response(batch.incarnation, batch.cursor, batch.events)
+                cursor = batch.cursor
+            else:
+                await asyncio.sleep(WATCH_POLL_S)
+            started = True
 
     async def Stats(self, request: kvstore_pb2.KvStatsRequest, context: Context) -> kvstore_pb2.KvStatsResponse:
         devices = []
@@ -340,22 +420,24 @@ def spec_of(asked: kvstore_pb2.AttachOpen) -> DeviceSpec:
         max_sequences=asked.max_sequences,
         max_sequence_tokens=asked.max_sequence_tokens,
         weights_digest=asked.weights_digest,
+        checkpoint_slots=asked.checkpoint_slots,
     )
 
 
-def _open_result(result: Admitted | Refused) -> kvstore_pb2.OpenResult:
-    if isinstance(result, Admitted):
-        return kvstore_pb2.OpenResult(admitted=True, slot=result.slot)
-    return kvstore_pb2.OpenResult(
-        short_group=result.short_group,
-        pages_needed=result.pages_needed,
-        pages_free=result.pages_free,
-        pages_total=result.pages_total,
+def _wanted(sequences: Any) -> list[tuple[int, int, int]]:
+    return [(s.slot, s.num_tokens, s.step_tokens) for s in sequences]
+
+
+def _watch_response(incarnation: str, cursor: int, events: Iterable[Event]) -> kvstore_pb2.WatchResponse:
+    """The last word on each page of a batch: what came and went within it is told once."""
+    last = {(event.group, event.hash): event.kind for event in events}
+    by_kind = {
+        kind: [kvstore_pb2.PageEvent(hash=h, group=g) for (g, h), last_kind in last.items() if last_kind is kind]
+        for kind in (EventKind.ADDED, EventKind.REMOVED)
+    }
+    return kvstore_pb2.WatchResponse(
+        incarnation=incarnation, cursor=cursor, added=by_kind[EventKind.ADDED], removed=by_kind[EventKind.REMOVED]
     )
-
-
-def _pairs(sequences: Any) -> list[tuple[int, int]]:
-    return [(s.slot, s.num_tokens) for s in sequences]
 
 
 def _busy(device: str, holder: str) -> PreconditionFailed:

@@ -1,0 +1,201 @@
+"""What a sequence holds in one layer group, and what sealing and truncating make of it. Pure; no page is counted here.
+
+Token ranges of a packed group at length n:
+
+    0 ............ base ............ n
+    [ pages, packed ][ tail, dense   ]      base is a multiple of 128
+           [ shadows ]                      after a deep truncate: pages that hold those rows already
+
+In mode dense there is no tail: ``base`` is the start of the open page, and pages behind it may be handed out ahead. In
+mode window there are no pages: ``base`` is the first token still in the tail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.answers import NewPage, Relinked, Split
+from kvstore.geometry import CacheGeometry, LayerGroup
+from kvstore.retention import dense_base, is_dense_again, pages_for, retention_floor, sealed_base
+from protos.page_hash import PAGE_TOKENS
+
+NO_PAGE = -1  # stands for a page behind the model's window that was let go
+PENDING_REACH = PAGE_TOKENS  # tokens before a length that its partial groups may need again: at most a page's worth
+
+
+@dataclass
+class Shadow:
+    """A sealed page from before a deep truncate. Its records of the first ``num_tokens`` tokens still hold.
+
+    ``reopened``: nobody else sees it and no page is to be had, so it will be completed in place.
+    """
+
+    page: int
+    num_tokens: int
+    reopened: bool = False
+
+    @property
+    def whole(self) -> bool:
+        return self.num_tokens == PAGE_TOKENS
+
+
+@dataclass
+class GroupPages:
+    """One sequence in one group.
+
+    pages[i] holds tokens [128 i, 128 (i + 1)); NO_PAGE before ``first_page``. handed: pages reserved for the next seal,
+    by index. promised: pages set aside in the PageTable. lossy_end: tail rows [base, lossy_end) were dequantised.
+    high: the greatest length whose rows were written; a ring still has token t while t >= high - tail_tokens.
+    """
+
+    group: LayerGroup
+    margin: int
+    tail_tokens: int
+    worst: int
+    pages: list[int] = field(default_factory=list)
+    base: int = 0
+    first_page: int = 0
+    shadows: dict[int, Shadow] = field(default_factory=dict)
+    handed: dict[int, NewPage] = field(default_factory=dict)
+    promised: int = 0
+    lossy_end: int = 0
+    high: int = 0
+
+    @staticmethod
+    def empty(group: LayerGroup, geometry: CacheGeometry, max_tokens: int) -> GroupPages:
+        worst = worst_pages(group, geometry.margin, max_tokens)
+        return GroupPages(group, geometry.margin, geometry.tail_tokens(group), worst)
+
+    @property
+    def window(self) -> int:
+        return self.group.effective_window
+
+    @property
+    def num_sealed(self) -> int:
+        """Whole pages below the base; in mode window, those that would be there."""
+        return self.base // PAGE_TOKENS
+
+    def held(self) -> list[int]:
+        """Every page this sequence is a holder of, once."""
+        fresh = [new.page_id for new in self.handed.values() if not isinstance(new.source, Relinked)]
+        return [
+            *(page for page in self.pages if page != NO_PAGE),
+            *(shadow.page for shadow in self.shadows.values()),
+            *fresh,
+        ]
+
+    def still_promised(self) -> int:
+        """Pages that may have to be taken yet: indices of the worst case that nothing stands for."""
+        ahead = {index for index, shadow in self.shadows.items() if shadow.whole or shadow.reopened}
+        ahead |= set(self.handed)
+        return max(0, self.worst - len(self.pages) - sum(index < self.worst for index in ahead))
+
+    def sealed_base(self, num_tokens: int, step_tokens: int) -> int:
+        """The base after sealing at (num_tokens, step_tokens)."""
+        if self.group.mode == "dense":
+            return max(self.base, num_tokens // PAGE_TOKENS * PAGE_TOKENS)
+        return sealed_base(self.base, num_tokens, step_tokens, self.window, self.margin)
+
+    def missing(self, num_tokens: int, step_tokens: int) -> list[int]:
+        """Indices of pages to hand out for (num_tokens, step_tokens)."""
+        if not self.group.has_pages:
+            return []
+        if self.group.packed:
+            last = self.sealed_base(num_tokens, step_tokens) // PAGE_TOKENS
+            return [index for index in range(self.num_sealed, last) if index not in self.handed]
+        return list(range(len(self.pages), pages_for(num_tokens)))
+
+    def behind_window(self, num_tokens: int, step_tokens: int) -> range:
+        """Indices of pages that the model's window leaves behind for good at this length."""
+        if not self.group.retained_window:
+            return range(0)
+        floor = retention_floor(num_tokens, step_tokens, self.group.retained_window, self.margin)
+        return range(self.first_page, max(self.first_page, min(floor // PAGE_TOKENS, len(self.pages))))
+
+    def tail_is_lossy(self, num_tokens: int) -> bool:
+        """Whether the dense window of the token at ``num_tokens`` has dequantised rows in it."""
+        return max(self.base, num_tokens - self.window + 1) < min(self.lossy_end, num_tokens)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A group after a truncate. ``refill``: (first token, tokens, page ids) to dequantise into the tail."""
+
+    base: int
+    pages: list[int]
+    shadows: dict[int, Shadow]
+    dropped: list[int]
+    refill: tuple[int, int, list[int]] | None = None
+    copied: int | None = None  # dense: the sealed page whose rows below the cut go to a new open page
+
+
+def worst_pages(group: LayerGroup, margin: int, max_tokens: int) -> int:
+    """Pages that a sequence of ``max_tokens`` tokens may come to hold.
+
+    Pages behind a model's window count too: a prefill chunk packs them before they are let go.
+    """
+    if group.mode == "dense":
+        return pages_for(max_tokens)
+    return dense_base(max_tokens, group.effective_window, margin) // PAGE_TOKENS if group.has_pages else 0
+
+
+def unhanded(state: GroupPages) -> tuple[list[int], dict[int, Shadow]]:
+    """Takes back what was reserved and not sealed: (pages to drop, shadows as they stand then)."""
+    dropped, shadows = [], dict(state.shadows)
+    for index, new in state.handed.items():
+        if isinstance(new.source, Split) and new.source.from_page == new.page_id:
+            shadows[index] = Shadow(new.page_id, new.source.num_tokens, reopened=True)
+        elif not isinstance(new.source, Relinked):
+            dropped.append(new.page_id)
+    return dropped, shadows
+
+
+def cut_dense(state: GroupPages, num_tokens: int) -> Cut:
+    """Truncates a dense group to ``num_tokens`` tokens: always exact; a cut sealed page is copied."""
+    keep, whole = pages_for(num_tokens), num_tokens // PAGE_TOKENS
+    base = min(state.base, whole * PAGE_TOKENS)
+    if whole < keep and whole < state.num_sealed:
+        return Cut(base, state.pages[:whole], {}, state.pages[whole:], copied=state.pages[whole])
+    return Cut(base, state.pages[:keep], {}, state.pages[keep:])
+
+
+def cut_packed(state: GroupPages, num_tokens: int, kept_base: int | None = None) -> Cut | str:
+    """Truncates a packed or window group to ``num_tokens`` tokens, or says why that cannot be done.
+
+    While the next token's window lies in the tail, the base stays. Further back it moves to where ``num_tokens`` has
+    its whole retention dense again: the tail is refilled from pages, and those pages stay as shadows, for sealing to
+    link again. With ``kept_base`` the tail comes from a checkpoint whose base that is.
+    """
+    group, target = state.group, state.base
+    dropped, shadows = unhanded(state)
+    if kept_base is not None:
+        target = kept_base
+    elif not is_dense_again(num_tokens, state.base, state.window):
+        if not group.has_pages:
+            return f"group {group.name!r} keeps nothing behind its window; its tail begins at token {state.base}"
+        target = dense_base(num_tokens, state.window, state.margin)
+    if state.first_page:
+        needed = min(target, max(0, num_tokens - group.retained_window + 1))
+        if state.first_page * PAGE_TOKENS > needed:
+            freed = state.first_page * PAGE_TOKENS
+            return f"group {group.name!r} has freed its pages before token {freed}, and would need token {needed}"
+    first = target // PAGE_TOKENS
+    refill = None
+    end = min(state.base, num_tokens)
+    if kept_base is None and end > target and target < state.base:
+        refill = (target, end - target, state.pages[first : pages_for(end)])
+    if group.has_pages:
+        shadows |= {i: Shadow(state.pages[i], PAGE_TOKENS) for i in range(first, state.num_sealed)}
+    kept: dict[int, Shadow] = {}
+    for index, shadow in sorted(shadows.items()):
+        left = min(shadow.num_tokens, num_tokens - index * PAGE_TOKENS)
+        if left > 0 and index < state.worst:
+            kept[index] = Shadow(shadow.page, left, shadow.reopened and left < PAGE_TOKENS)
+        else:
+            dropped.append(shadow.page)
+    return Cut(target, state.pages[:first] if group.has_pages else [], kept, dropped, refill)
+
+
+def pending_is_there(state: GroupPages, num_tokens: int) -> bool:
+    """Whether the rows that wait for their partial group at ``num_tokens`` are still in the ring."""
+    return max(0, num_tokens - PENDING_REACH) >= state.high - state.tail_tokens or num_tokens == 0

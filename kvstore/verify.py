@@ -1,0 +1,97 @@
+"""Integrity of a device: tables against each other and the control block, hashes, checksums of pages.
+
+A table that contradicts itself is a bug of this process: InternalError, the store stops. A checksum or hash in memory
+that differs is reported by name: memory is written by others too.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+from kvstore.arena import Arenas
+from kvstore.checksum import NO_CHECKSUM, page_checksum
+from kvstore.control import ControlBlock
+from kvstore.pages import PageState
+from kvstore.sequences import SequenceTable
+from protos.errors import InternalError
+
+
+class Verifier:
+    """Checks one device. Maps its page arenas when it is first used."""
+
+    def __init__(self, table: SequenceTable, control: ControlBlock, arenas: Arenas) -> None:
+        self._table = table
+        self._control = control
+        self._arenas = arenas
+        self._maps: dict[str, mmap.mmap] = {}
+        self._next: dict[str, int] = {}  # where the idle check goes on
+
+    def tables(self) -> list[str]:
+        """Problems of the control block against the tables. Raises InternalError when the tables are at odds."""
+        self._table.check()
+        control, problems = self._control, []
+        if sorted(control.live_slots()) != sorted(self._table.slots):
+            raise InternalError("the control block has other sequences than the table", given=control.live_slots())
+        for name, table in self._table.groups.items():
+            entries = control.pages[name]
+            for field, expected in (
+                ("state", [table.state(page) for page in range(table.num_pages)]),
+                ("refs", [table.refs(page) for page in range(table.num_pages)]),
+                ("generation", [table.generation(page) for page in range(table.num_pages)]),
+            ):
+                wrong = np.flatnonzero(entries[field] != np.asarray(expected, dtype=entries[field].dtype))
+                if len(wrong):
+                    page = int(wrong[0])
+                    raise InternalError(
+                        f"group {name!r}: {field} of page {page} differs in the control block",
+                        given=int(entries[field][page]),
+                        allowed=expected[page],
+                    )
+            for page in range(table.num_pages):
+                known = self._table.index.hash_of(name, page)
+                if known is not None and bytes(entries["hash"][page]) != known:
+                    problems.append(f"group {name!r}: the hash of page {page} differs from the index's")
+        for slot in self._table.slots:
+            sequence = self._table.sequence(slot)
+            for name, state in sequence.groups.items():
+                if control.base(slot, name) != state.base or control.sequence_pages(slot, name) != state.pages:
+                    raise InternalError(f"slot {slot}, group {name!r}: base or pages differ in the control block")
+            if self._table.hashes_of(slot, control.tokens) != sequence.hashes:
+                problems.append(f"slot {slot}: page hashes differ from those of its token log")
+        return problems
+
+    def checksums(self, most: int | None = None) -> tuple[list[str], int]:
+        """Compares pages with the checksums they were sealed with: (problems, pages compared).
+
+        With ``most``, looks at no more pages than that, and goes on from there the next time.
+        """
+        problems: list[str] = []
+        compared = 0
+        for name, table in self._table.groups.items():
+            count = table.num_pages if most is None else min(most, table.num_pages)
+            first = 0 if most is None else self._next.get(name, 0)
+            for step in range(count):
+                page = (first + step) % table.num_pages
+                stored = int(self._control.pages[name]["checksum"][page])
+                if stored == NO_CHECKSUM or table.state(page) not in (PageState.SEALED, PageState.CACHED):
+                    continue
+                compared += 1
+                if self._checksum(name, page) != stored:
+                    digest = bytes(self._control.pages[name]["hash"][page]).hex()
+                    problems.append(f"group {name!r}: the checksum of page {page} (hash {digest}) is wrong")
+            self._next[name] = (first + count) % table.num_pages
+        return problems, compared
+
+    def _checksum(self, group: str, page: int) -> int:
+        arena = self._arenas.pages[group]
+        if group not in self._maps:
+            self._maps[group] = mmap.mmap(arena.memory.fd, arena.memory.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        with memoryview(self._maps[group]) as buffer:
+            return page_checksum(buffer[page * arena.page_bytes : (page + 1) * arena.page_bytes])
+
+    def close(self) -> None:
+        for mapping in self._maps.values():
+            mapping.close()
+        self._maps.clear()
