@@ -1,4 +1,4 @@
-"""One step's work as the model sees it: rows, the tiles they are computed in, the pages that spans read and write.
+"""One step's work as the model sees it: rows, the tiles they are computed in, the KV that spans read and write.
 
 A batch is passed, never fetched. ``build_batch`` is pure: it takes the plan and returns tensors.
 
@@ -10,11 +10,12 @@ prompt's start, the last span in the smallest tile that holds it. Rows of severa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvstore.geometry import CacheGeometry, LayerGroup
 from protos.page_hash import PAGE_TOKENS
 
 GRID_TOKENS = 128
@@ -33,15 +34,18 @@ _ROW_MULTIPLE = 4  # other mode: 2 or 3 rows cost more than 4 in MKL's sgemm, 6 
 class SpanWork:
     """``count`` tokens of one sequence from position ``start`` on, to be computed now.
 
-    ``pages`` is the sequence's page table (page ids in token order) and has room for start + count tokens.
+    ``pages`` is the sequence's page table by layer group (page ids in token order); in dense groups it has room for
+    start + count tokens, in packed ones it covers ``bases[group]`` tokens. ``tail_slots`` names the groups with a tail.
     ``is_prompt`` tells prompt positions from emitted ones; ``wants_logits`` asks for those behind the last token.
     """
 
     token_ids: Sequence[int]
     start: int
-    pages: Sequence[int]
+    pages: Mapping[str, Sequence[int]]
     is_prompt: bool
     wants_logits: bool
+    bases: Mapping[str, int] = field(default_factory=dict)
+    tail_slots: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -52,29 +56,63 @@ class SpanWork:
 class Span:
     """Rows [first_row, first_row + num_rows) are tokens [start, start + num_rows) of one sequence.
 
-    ``full_pages`` [P] int64 are its pages wholly below ``start``; ``last_page`` holds rows [0, last_rows) below start.
-    For a decode row (num_rows 1) ``last_rows`` includes the row itself, and a page that it fills counts as last.
+    ``workspace_row``: where its rows lie in the step's workspace; -1 for a decode row, which goes into the tail.
     """
 
     first_row: int
     num_rows: int
     start: int
-    full_pages: torch.Tensor
-    last_page: int
-    last_rows: int
+    workspace_row: int = -1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one sequence's rows of one layer group are.
+
+    Tokens [0, base) are in ``page_ids`` [>= base / 128] int64, packed; the rest in ring ``tail_slot``. In dense groups
+    every token is in its page, and ``full_pages`` and ``last_page`` split the table for the flash path: pages wholly
+    below the span, and the page that holds rows [0, last_rows) below it. There a decode row (num_rows 1) counts itself,
+    and a page that it fills counts as last.
+    """
+
+    page_ids: torch.Tensor
+    base: int = 0
+    tail_slot: int = -1
+    full_pages: torch.Tensor | None = None
+    last_page: int = -1
+    last_rows: int = 0
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """What a step writes in one layer group, and where its spans' rows are.
+
+    Attributes:
+        places: one a span, in the order of ``Batch.spans``.
+        write_rows: [W] int64, rows whose KV is written during the step; None: every row of the batch. In groups with a
+            tail those of decode rows only: a prefill span's wait in the workspace.
+        write_to, write_at: [W] int64: page id and row in the page, or tail slot and ring row.
+    """
+
+    places: tuple[Place, ...]
+    write_rows: torch.Tensor | None
+    write_to: torch.Tensor
+    write_at: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors of one step over R rows, padding included; W rows are real, S ask for logits.
+    """Tensors of one step over R rows, padding included; S of them ask for logits.
 
     Attributes:
         token_ids: [R] int64; 0 in padding rows.
         positions: [R] int64; 0 in padding rows.
         tiles: row ranges (first, end) that cover [0, R); every product over rows runs once per tile.
         spans: disjoint, in row order; padding rows are in none.
-        write_rows: [W] int64, or None when no row is padding.
-        write_pages, write_slots: [W] int64, where each real row's KV goes: page id and row in the page.
+        padded: whether any row is padding.
+        groups: by layer group.
+        workspace_rows: [P] int64, rows of prefill spans, in row order.
+        workspace_of_work: of each work, where its first row lies among those; -1: it is a decode row.
         logit_rows: [S] int64, padded like decode rows; only the first ``num_logits`` count.
         logit_tiles: as ``tiles``, over ``logit_rows``.
     """
@@ -83,35 +121,37 @@ class Batch:
     positions: torch.Tensor
     tiles: tuple[tuple[int, int], ...]
     spans: tuple[Span, ...]
-    write_rows: torch.Tensor | None
-    write_pages: torch.Tensor
-    write_slots: torch.Tensor
+    padded: bool
+    groups: Mapping[str, GroupBatch]
+    workspace_rows: torch.Tensor
+    workspace_of_work: tuple[int, ...]
     logit_rows: torch.Tensor
     logit_tiles: tuple[tuple[int, int], ...]
     num_logits: int
 
 
-def build_batch(work: Sequence[SpanWork], *, deterministic: bool) -> Batch:
+def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, deterministic: bool) -> Batch:
     """Lays the spans out in rows. Logits come in the order of the spans in ``work`` that want them."""
-    pieces = _on_grid(work) if deterministic else [(i, w) for i, w in enumerate(work)]
+    pieces = _on_grid(work) if deterministic else list(enumerate(work))
     if deterministic:  # rows of one tile size side by side; the sort is stable
         pieces.sort(key=lambda piece: tile_rows(piece[1].count))
     token_ids: list[int] = []
     positions: list[int] = []
-    pages: list[int] = []
-    slots: list[int] = []
     real: list[int] = []
+    workspace_rows: list[int] = []
     spans: list[Span] = []
     tiles: list[tuple[int, int]] = []
     last_row: dict[int, int] = {}
+    workspace_of_work: dict[int, int] = {}
     for at, (index, piece) in enumerate(pieces):
         first, count = len(token_ids), piece.count
         token_ids += piece.token_ids
         positions += range(piece.start, piece.start + count)
-        pages += [piece.pages[p // PAGE_TOKENS] for p in range(piece.start, piece.start + count)]
-        slots += [p % PAGE_TOKENS for p in range(piece.start, piece.start + count)]
         real += range(first, first + count)
-        spans.append(_span(first, piece))
+        spans.append(Span(first, count, piece.start, len(workspace_rows) if count > 1 else -1))
+        workspace_of_work.setdefault(index, spans[-1].workspace_row)
+        if count > 1:
+            workspace_rows += range(first, first + count)
         if piece.start + count == work[index].start + work[index].count:  # the pieces are sorted by tile size
             last_row[index] = first + count - 1
         if deterministic and (at + 1 == len(pieces) or tile_rows(pieces[at + 1][1].count) != tile_rows(count)):
@@ -129,18 +169,68 @@ def build_batch(work: Sequence[SpanWork], *, deterministic: bool) -> Batch:
     else:
         logit_rows += [0] * (-num_logits % _ROW_MULTIPLE if num_logits > 1 else 0)
         logit_tiles = ((0, len(logit_rows)),) if logit_rows else ()
+    padded = len(real) != len(token_ids)
+    every_row = torch.tensor(real) if padded else None
+    located = [(span, piece) for span, (_, piece) in zip(spans, pieces, strict=True)]
     return Batch(
         token_ids=torch.tensor(token_ids),
         positions=torch.tensor(positions),
         tiles=tuple(tiles),
         spans=tuple(spans),
-        write_rows=None if len(real) == len(token_ids) else torch.tensor(real),
-        write_pages=torch.tensor(pages),
-        write_slots=torch.tensor(slots),
+        padded=padded,
+        groups={
+            group.name: _tail_group(group, geometry.tail_tokens(group), located)
+            if group.has_tail
+            else _dense_group(group, every_row, located)
+            for group in geometry.groups
+        },
+        workspace_rows=torch.tensor(workspace_rows, dtype=torch.int64),
+        workspace_of_work=tuple(workspace_of_work[index] for index in range(len(work))),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         logit_tiles=logit_tiles,
         num_logits=num_logits,
     )
+
+
+def _dense_group(
+    group: LayerGroup, every_row: torch.Tensor | None, located: Sequence[tuple[Span, SpanWork]]
+) -> GroupBatch:
+    """Every real row goes to its page."""
+    places, pages, rows = [], [], []
+    for span, piece in located:
+        table = piece.pages[group.name]
+        end = span.start + span.num_rows
+        pages += [table[p // PAGE_TOKENS] for p in range(span.start, end)]
+        rows += [p % PAGE_TOKENS for p in range(span.start, end)]
+        # A decode row reads itself from its page; a prefill span reads its own rows from the step's workspace.
+        visible = span.start + 1 if span.num_rows == 1 else span.start
+        num_full = max(0, visible - 1) // PAGE_TOKENS
+        last_rows = visible - num_full * PAGE_TOKENS
+        places.append(
+            Place(
+                page_ids=torch.tensor(table, dtype=torch.int64),
+                full_pages=torch.tensor(table[:num_full], dtype=torch.int64),
+                last_page=table[num_full] if last_rows else -1,
+                last_rows=last_rows,
+            )
+        )
+    return GroupBatch(tuple(places), every_row, torch.tensor(pages), torch.tensor(rows))
+
+
+def _tail_group(group: LayerGroup, tail_tokens: int, located: Sequence[tuple[Span, SpanWork]]) -> GroupBatch:
+    """Decode rows go into the tail's ring."""
+    places, decode, slots, rows = [], [], [], []
+    for span, piece in located:
+        slot = piece.tail_slots[group.name]
+        page_ids = torch.tensor(piece.pages.get(group.name, ()), dtype=torch.int64)
+        places.append(Place(page_ids, piece.bases.get(group.name, 0), slot))
+        if span.num_rows == 1:
+            decode.append(span.first_row)
+            slots.append(slot)
+            rows.append(span.start % tail_tokens)
+    assert len(set(place.tail_slot for place in places)) == len(places), "two spans of one sequence in a step"
+    as_rows = (torch.tensor(values, dtype=torch.int64) for values in (decode, slots, rows))
+    return GroupBatch(tuple(places), *as_rows)
 
 
 def tile_rows(count: int) -> int:
@@ -149,14 +239,18 @@ def tile_rows(count: int) -> int:
 
 
 def _on_grid(work: Sequence[SpanWork]) -> list[tuple[int, SpanWork]]:
-    """Cuts prompt spans at multiples of 128 and emitted tokens into single rows: shapes that no scheduling changes."""
+    """Cuts prompt spans at multiples of 128 and emitted tokens into single rows: shapes that no scheduling changes.
+
+    A prompt span that starts off the grid, behind a prefix that was there already, first goes on to the grid.
+    """
     pieces = []
     for index, span in enumerate(work):
-        assert not span.is_prompt or span.start % GRID_TOKENS == 0, "a prompt span starts off the grid"
-        step = GRID_TOKENS if span.is_prompt else 1
-        for offset in range(0, span.count, step):
+        offset = 0
+        while offset < span.count:
+            step = GRID_TOKENS - (span.start + offset) % GRID_TOKENS if span.is_prompt else 1
             token_ids = span.token_ids[offset : offset + step]
-            pieces.append((index, SpanWork(token_ids, span.start + offset, span.pages, span.is_prompt, False)))
+            pieces.append((index, replace(span, token_ids=token_ids, start=span.start + offset, wants_logits=False)))
+            offset += len(token_ids)
     return pieces
 
 
@@ -166,18 +260,3 @@ def _close_tiles(token_ids: list[int], positions: list[int], first: int, rows: i
     token_ids += [0] * padding
     positions += [0] * padding
     return [(a, a + rows) for a in range(first, len(token_ids), rows)]
-
-
-def _span(first_row: int, piece: SpanWork) -> Span:
-    # A decode row reads itself from its page; a prefill span reads its own rows from the step's workspace.
-    visible = piece.start + 1 if piece.count == 1 else piece.start
-    num_full = max(0, visible - 1) // PAGE_TOKENS
-    last_rows = visible - num_full * PAGE_TOKENS
-    return Span(
-        first_row=first_row,
-        num_rows=piece.count,
-        start=piece.start,
-        full_pages=torch.tensor(piece.pages[:num_full], dtype=torch.int64),
-        last_page=piece.pages[num_full] if last_rows else -1,
-        last_rows=last_rows,
-    )

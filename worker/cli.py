@@ -41,7 +41,17 @@ def num_bytes(text: str) -> int:
 @click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs.")
 @advanced_option("--name", help="What callers ask for.  [default: the model's]")
 @advanced_option("--dtype", default="float32", show_default=True, help="Of weights, activations and KV.")
-@advanced_option("--kv-mode", default="dense", show_default=True, help="How KV pages are kept.")
+@click.option(
+    "--kv-mode", default="dense", show_default=True, help="How KV pages are kept: dense, turboquant, fp8 or window."
+)
+@advanced_option("--kv-preset", default="", help="Of mode turboquant: tq4, tq4v3, tq3 or tq3v2.  [default: tq4]")
+@advanced_option("--dense-layers", default="0,0", show_default=True, help="First and last layers that stay dense: F,L.")
+@advanced_option(
+    "--admission",
+    default="worst_case",
+    show_default=True,
+    help="worst_case, or recompute: start sooner, drop the youngest and compute it again when memory runs out.",
+)
 @advanced_option("--max-running", default=16, show_default=True, help="Sequences that a worker's step can hold.")
 @advanced_option("--max-waiting", default=1024, show_default=True, help="Sequences that may queue at a worker.")
 @advanced_option("--max-sequence-tokens", default=0, help="Prompt and output together.  [default: the model's]")
@@ -96,7 +106,13 @@ def worker_group() -> None:
 @advanced_option("--name", help="What callers ask for.  [default: the model's]")
 @advanced_option("--device", default="cpu:0", show_default=True)
 @advanced_option("--dtype", default="float32", show_default=True)
-@advanced_option("--kv-mode", default="dense", show_default=True)
+@click.option(
+    "--kv-mode", default="dense", show_default=True, help="How KV pages are kept: dense, turboquant, fp8 or window."
+)
+@advanced_option("--kv-preset", default="", help="Of mode turboquant: tq4, tq4v3, tq3 or tq3v2.  [default: tq4]")
+@advanced_option("--dense-layers", default="0,0", show_default=True, help="First and last layers that stay dense: F,L.")
+@advanced_option("--checkpoints", default=-1, help="Tails kept for exact resumes.  [default: as many as --max-running]")
+@advanced_option("--admission", default="worst_case", show_default=True, help="worst_case or recompute.")
 @advanced_option("--arena-bytes", type=num_bytes, default="1G", show_default=True)
 @advanced_option("--max-running", default=16, show_default=True)
 @advanced_option("--max-waiting", default=1024, show_default=True)

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels.widths import PRESETS
 from kvstore.geometry import COMPILED_MODES, ITEM_BYTES
 from protos.errors import ConfigError
+
+ADMISSIONS = ("worst_case", "recompute")
+DEFAULT_PRESET = "tq4"  # of mode turboquant, where none is named
 
 _FALSE = {"0", "false", "no", "off", ""}
 _TRUE = {"1", "true", "yes", "on"}
@@ -27,7 +31,13 @@ class WorkerConfig:
         worker_id: unique in the cluster.
         dtype: of weights, activations and KV; "auto" takes the model's own.
         kv_mode: how KV pages are kept (DESIGN.md 3.1).
-        arena_bytes: for all KV arenas together.
+        kv_preset: bits of keys and values in mode turboquant; empty takes tq4 there, and must be empty elsewhere.
+        dense_layers: how many of the model's first and last layers stay dense, in a mode other than dense.
+        arena_bytes: for all KV arenas together, tails and checkpoints included.
+        checkpoints: tails kept for exact resumes, at most; each is as large as a sequence's tail. -1: as many as
+            max_running. Mode dense has no tails and needs none.
+        admission: "worst_case" starts a sequence when all that it may ever need is promised; "recompute" when its
+            prompt fits, and drops the youngest to compute it again when pages run out.
         max_running: sequences that a step can hold.
         max_waiting: sequences that may queue behind them; more are refused (QUEUE_FULL).
         max_sequence_tokens: prompt and output together; 0 takes the model's.
@@ -44,7 +54,11 @@ class WorkerConfig:
     worker_id: str
     dtype: str = "float32"
     kv_mode: str = "dense"
+    kv_preset: str = ""
+    dense_layers: tuple[int, int] = (0, 0)
     arena_bytes: int = 1 << 30
+    checkpoints: int = -1
+    admission: str = "worst_case"
     max_running: int = 16
     max_waiting: int = 1024
     max_sequence_tokens: int = 0
@@ -56,6 +70,15 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, ("auto", *ITEM_BYTES))
         _choice("kv_mode", self.kv_mode, COMPILED_MODES)
+        _choice("admission", self.admission, ADMISSIONS)
+        if self.kv_preset:
+            _choice("kv_preset", self.kv_preset, tuple(PRESETS))
+        if self.kv_preset and self.kv_mode != "turboquant":
+            raise ConfigError(
+                f"kv_preset would do nothing in kv_mode {self.kv_mode}",
+                given=self.kv_preset,
+                allowed="kv_preset in kv_mode turboquant only",
+            )
         for name in ("name", "worker_id"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty", given="''", allowed="a name")
@@ -63,6 +86,7 @@ class WorkerConfig:
             raise ConfigError("device is not built", given=self.device, allowed="cpu:0, cpu:1, ...")
         for name, least, most in (
             ("arena_bytes", 1, 1 << 50),
+            ("checkpoints", -1, 1 << 16),
             ("max_running", 1, 4096),
             ("max_waiting", 0, 1 << 20),
             ("max_sequence_tokens", 0, 1 << 24),
@@ -72,6 +96,20 @@ class WorkerConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ConfigError(f"{name} is out of its range", given=value, allowed=f"{least} to {most}")
+
+    @property
+    def preset(self) -> str:
+        """The preset that kv_mode means; empty but in mode turboquant."""
+        return self.kv_preset or (DEFAULT_PRESET if self.kv_mode == "turboquant" else "")
+
+    @property
+    def num_checkpoints(self) -> int:
+        return self.max_running if self.checkpoints < 0 else self.checkpoints
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that the store holds at once: in admission "recompute" one more, for one that grows."""
+        return self.max_running + (self.admission == "recompute")
 
     @property
     def num_threads(self) -> int:
@@ -114,6 +152,13 @@ def _read(name: str, kind: str, value: Any) -> Any:
         text = str(value).strip().lower()
         if text in _FALSE or text in _TRUE:
             return text in _TRUE
+    if kind == "tuple[int, int]":
+        pair = value.split(",") if isinstance(value, str) else value
+        try:
+            first, last = (int(number) for number in pair)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name} does not read as two counts", given=repr(value), allowed="F,L as in 2,2") from None
+        return first, last
     if kind == "int" and not isinstance(value, bool | float):
         try:
             return int(value)

@@ -1,16 +1,27 @@
-"""Torch views of the mapped KV pages, by layer group and region. Views only: no byte is copied here."""
+"""Torch views of the mapped KV memory, by layer group and region: pages, tail rings, and what reads them.
+
+Dense groups keep their rows in pages as computed. Packed groups keep tokens [0, base) in pages, as records, and the
+rest in the tail, a ring a region. Groups in mode window keep the tail alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from kvstore.geometry import CacheGeometry
-from protos.errors import ConfigError
+from kernels.attention import PackedRegion
+from kernels.page_codec import arena_planes, row_codec, unpack_pages
+from kvstore.geometry import CacheGeometry, LayerGroup, Region
+from protos.errors import ConfigError, PreconditionFailed
+from protos.page_hash import PAGE_TOKENS
+from worker.batch import Batch, GroupBatch, Place
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+REASONS = ("attention", "rollback", "resume")
 
 
 class MappedArena(Protocol):
@@ -24,48 +35,221 @@ class MappedArena(Protocol):
     def buffer(self) -> memoryview: ...
 
 
-class KvView:
-    """The arenas of one attachment as tensors.
+@dataclass
+class KvCounters:
+    """What happened to rows since the start. A row counts once a region, all its heads together.
 
-    ``planes[(layer, kind)]`` has shape [num_pages, rows_per_page, heads, dim] in the region's dtype; page p, row r is
-    token ``r * ratio`` of that page. Rows are contiguous, pages are ``page_bytes`` apart. The tensors hold the mapping:
-    drop the view before the attachment is closed.
-
-    Raises:
-        ConfigError: an arena does not have the geometry's page size.
+    ``rows_dequantised``: packed rows that were read, by reason: "attention", "rollback" (a tail refilled after a deep
+    truncate), "resume" (a tail refilled from a cached prefix).
     """
 
-    def __init__(self, geometry: CacheGeometry, arenas: Mapping[str, MappedArena]) -> None:
+    pages_packed: int = 0
+    pages_relinked: int = 0
+    rows_dequantised: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    append_ns: int = 0
+    seal_ns: int = 0
+
+
+@dataclass(frozen=True)
+class RegionView:
+    """One region in every page and every tail slot.
+
+    Attributes:
+        pages: dense groups: [num_pages, rows_per_page, heads, dim] in the region's dtype.
+        packed: packed groups: planes and codec.
+        tail: groups with a tail: [num_slots, ring rows, heads, dim]; row i = t // ratio of token t is at i % ring rows.
+    """
+
+    region: Region
+    group: LayerGroup
+    dtype: torch.dtype
+    pages: torch.Tensor | None
+    packed: PackedRegion | None
+    tail: torch.Tensor | None
+
+    def ring(self, slot: int, first_row: int, num_rows: int) -> list[torch.Tensor]:
+        """Rows [first_row, first_row + num_rows) of a tail ring as one view, or two where the ring wraps."""
+        assert self.tail is not None
+        size = self.tail.shape[1]
+        at = first_row % size
+        before_wrap = min(num_rows, size - at)
+        views = [self.tail[slot, at : at + before_wrap]]
+        if before_wrap < num_rows:
+            views.append(self.tail[slot, : num_rows - before_wrap])
+        return views
+
+
+class KvView:
+    """The arenas of one attachment as tensors. They hold the mapping: drop the view before the attachment is closed.
+
+    Raises:
+        ConfigError: an arena does not have the geometry's sizes.
+    """
+
+    def __init__(
+        self, geometry: CacheGeometry, arenas: Mapping[str, MappedArena], tails: Mapping[str, MappedArena]
+    ) -> None:
         self.geometry = geometry
-        self.planes: dict[tuple[int, str], torch.Tensor] = {}
-        self.group_of: dict[tuple[int, str], str] = {}
+        self.counters = KvCounters()
+        self.regions: dict[tuple[int, str], RegionView] = {}
+        self.by_group: dict[str, list[RegionView]] = {group.name: [] for group in geometry.groups}
+        self._page_bytes: dict[str, tuple[memoryview, int]] = {}
+        self._tail_slots: dict[str, torch.Tensor] = {}
         for group in geometry.groups:
-            arena = arenas[group.name]
-            if arena.page_bytes != group.page_bytes or arena.buffer.nbytes != arena.num_pages * group.page_bytes:
-                raise ConfigError(
-                    f"the arena of layer group {group.name!r} does not fit the geometry",
-                    given=f"{arena.buffer.nbytes} bytes in {arena.num_pages} pages of {arena.page_bytes}",
-                    allowed=f"pages of {group.page_bytes} bytes",
-                )
-            raw = torch.frombuffer(arena.buffer, dtype=torch.uint8)
+            pages = tail = None
+            if group.has_pages:
+                pages = _bytes(arenas[group.name], group.page_bytes, f"the arena of layer group {group.name!r}")
+                self._page_bytes[group.name] = (arenas[group.name].buffer.cast("B"), group.page_bytes)
+            if group.has_tail:
+                slot_bytes = geometry.tail_slot_bytes(group)
+                tail = _bytes(tails[group.name], slot_bytes, f"the tails of layer group {group.name!r}")
+                self._tail_slots[group.name] = tail
+            self._add(group, pages, tail)
+
+    def _add(self, group: LayerGroup, pages: torch.Tensor | None, tail: torch.Tensor | None) -> None:
+        dense, packed, rings = {}, {}, {}
+        if pages is not None and group.packed:
+            for region, at in zip(group.paged_regions, group.layout().regions, strict=True):
+                codec = row_codec(group.codec(region), region.dim)
+                planes = arena_planes(pages, at, region.heads, region.rows_per_page, codec)
+                packed[region.layer, region.kind] = PackedRegion(planes, codec)
+        elif pages is not None:
             for plane in group.planes():
-                dtype = TORCH_DTYPES[plane.region.dtype]
-                rows, heads, dim = plane.shape
                 key = (plane.region.layer, plane.region.kind)
-                self.planes[key] = raw.view(dtype).as_strided(
-                    size=(arena.num_pages, rows, heads, dim),
-                    stride=(group.page_bytes // dtype.itemsize, heads * dim, dim, 1),
-                    storage_offset=plane.offset // dtype.itemsize,
-                )
-                self.group_of[key] = group.name
+                dense[key] = _rows(pages, plane.offset, plane.shape, TORCH_DTYPES[plane.region.dtype])
+        if tail is not None:
+            for plane in self.geometry.tail_planes(group):
+                key = (plane.region.layer, plane.region.kind)
+                rings[key] = _rows(tail, plane.offset, plane.shape, TORCH_DTYPES[plane.region.dtype])
+        for region in group.regions:
+            key = (region.layer, region.kind)
+            dtype = TORCH_DTYPES[region.dtype]
+            self.regions[key] = RegionView(region, group, dtype, dense.get(key), packed.get(key), rings.get(key))
+            self.by_group[group.name].append(self.regions[key])
 
-    def plane(self, layer: int, kind: str) -> torch.Tensor:
-        return self.planes[(layer, kind)]
+    def view(self, layer: int, kind: str) -> RegionView:
+        return self.regions[layer, kind]
+
+    def page_memory(self, group: str, page: int) -> memoryview:
+        """The bytes of a page."""
+        buffer, size = self._page_bytes[group]
+        return buffer[page * size : (page + 1) * size]
+
+    def copy_tail(self, group: str, from_slot: int, to_slot: int) -> None:
+        """Copies all bytes of a tail slot."""
+        tails = self._tail_slots[group]
+        tails[to_slot] = tails[from_slot]
+
+    def append(self, view: RegionView, rows: torch.Tensor, where: GroupBatch) -> None:
+        """Writes this step's rows [R, heads, dim] where they go: dense groups' pages, else the tails of decode rows."""
+        began_ns = time.perf_counter_ns()
+        if where.write_rows is not None:
+            rows = rows[where.write_rows]
+        target = view.tail if view.tail is not None else view.pages
+        assert target is not None
+        if len(rows):
+            target[where.write_to, where.write_at] = rows
+        self.counters.append_ns += time.perf_counter_ns() - began_ns
+
+    def span(self, view: RegionView, place: Place, first: int, length: int, reason: str) -> torch.Tensor:
+        """Rows of tokens [first, first + length) of a sequence, [rows, heads, dim] in the region's dtype.
+
+        Total over retained rows: a view where they lie side by side in the tail or in one dense page, a copy where
+        they do not, dequantised (and counted under ``reason``) where they are packed.
+
+        Raises:
+            PreconditionFailed: ROWS_FREED, some lie in pages behind the model's window that are gone.
+        """
+        ratio = view.region.ratio
+        begin, end = first // ratio, (first + length) // ratio
+        parts: list[torch.Tensor] = []
+        if view.packed is not None:
+            split = min(end, max(begin, place.base // ratio))
+            if begin < split:
+                parts.append(self._dequantised(view, view.packed, place, begin, split, reason))
+            begin = split
+        if view.tail is not None:
+            parts += view.ring(place.tail_slot, begin, end - begin)
+        else:
+            parts += _page_rows(view, place, begin, end)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _dequantised(
+        self, view: RegionView, packed: PackedRegion, place: Place, begin: int, end: int, reason: str
+    ) -> torch.Tensor:
+        per_page = view.region.rows_per_page
+        page_ids = place.page_ids[begin // per_page : -(-end // per_page)]
+        _demand_held(view, page_ids, begin // per_page)
+        rows = unpack_pages(page_ids, packed.planes, packed.codec, view.dtype).flatten(0, 1)
+        skip = begin % per_page
+        self.counters.rows_dequantised[reason] += end - begin
+        return rows[skip : skip + end - begin]
 
 
-def copy_page_rows(view: KvView, group: str, from_page: int, to_page: int, num_tokens: int) -> None:
-    """Copies the first ``num_tokens`` tokens of a page, all its regions (a truncate into a sealed page)."""
-    for plane in view.geometry.group(group).planes():
-        rows = num_tokens // plane.region.ratio
-        tensor = view.plane(plane.region.layer, plane.region.kind)
-        tensor[to_page, :rows] = tensor[from_page, :rows]
+class Workspace:
+    """The KV rows of a step's prefill spans, in the order of ``Batch.workspace_rows``, until they are sealed."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._wanted = batch.workspace_rows
+        self._rows: dict[tuple[int, str], torch.Tensor] = {}
+
+    def keep(self, view: RegionView, rows: torch.Tensor) -> None:
+        """Keeps a copy of what belongs here of this step's rows [R, heads, dim]; dense groups' are in pages already."""
+        if view.tail is not None and len(self._wanted):
+            self._rows[view.region.layer, view.region.kind] = rows[self._wanted]
+
+    def rows(self, view: RegionView, first: int, count: int) -> torch.Tensor:
+        """[count, heads, dim], a view."""
+        return self._rows[view.region.layer, view.region.kind][first : first + count]
+
+
+def _bytes(arena: MappedArena, size: int, what: str) -> torch.Tensor:
+    """u8 [num_pages, size]."""
+    if arena.page_bytes != size or arena.buffer.nbytes != arena.num_pages * size:
+        raise ConfigError(
+            f"{what} does not fit the geometry",
+            given=f"{arena.buffer.nbytes} bytes in {arena.num_pages} pieces of {arena.page_bytes}",
+            allowed=f"pieces of {size} bytes",
+        )
+    return torch.frombuffer(arena.buffer, dtype=torch.uint8).view(arena.num_pages, size)
+
+
+def _rows(raw: torch.Tensor, offset: int, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A plane of rows in every page of ``raw`` u8 [num_pages, page_bytes], as [num_pages, rows, heads, dim]."""
+    rows, heads, dim = shape
+    return raw.view(dtype).as_strided(
+        size=(len(raw), rows, heads, dim),
+        stride=(raw.shape[1] // dtype.itemsize, heads * dim, dim, 1),
+        storage_offset=offset // dtype.itemsize,
+    )
+
+
+def _page_rows(view: RegionView, place: Place, begin: int, end: int) -> list[torch.Tensor]:
+    """Rows [begin, end) of a dense group, a view a page."""
+    assert view.pages is not None
+    per_page = view.region.rows_per_page
+    _demand_held(view, place.page_ids[begin // per_page : -(-end // per_page)], begin // per_page)
+    if begin == end:
+        return [view.pages[:0].flatten(0, 1)]
+    parts = []
+    for index in range(begin // per_page, -(-end // per_page)):
+        first = index * per_page
+        rows = view.pages[int(place.page_ids[index])]
+        parts.append(rows[max(begin, first) - first : min(end, first + per_page) - first])
+    return parts
+
+
+def _demand_held(view: RegionView, page_ids: torch.Tensor, first_page: int) -> None:
+    if len(page_ids) and int(page_ids.min()) < 0:
+        index = first_page + int((page_ids < 0).nonzero()[0])
+        raise PreconditionFailed(
+            f"rows of layer group {view.group.name!r} were freed behind the model's window",
+            reason="ROWS_FREED",
+            given=f"tokens from {index * PAGE_TOKENS} on",
+            allowed="tokens that the sequence still holds",
+        )
+
+
+def place_of(page_ids: Sequence[int], base: int = 0, tail_slot: int = -1) -> Place:
+    """A place for reading by ``KvView.span`` outside a step."""
+    return Place(torch.tensor(page_ids, dtype=torch.int64), base, tail_slot)

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from protos.errors import PreconditionFailed
 from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
-from worker.kv_view import KvView
-from worker.models.llama import GROUP, Llama
+from worker.kv_view import KvView, Workspace
+from worker.models.llama import Llama
 from worker.scheduler import Work
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step computed.
+
+    Attributes:
+        logits: [S, vocab_size] float32 of the work that wants them, in order.
+        workspace: KV rows of prefill spans, of groups with a tail.
+        workspace_rows: of each work, where its rows begin in the workspace; -1: they are in the tail.
+    """
+
+    logits: torch.Tensor
+    workspace: Workspace
+    workspace_rows: tuple[int, ...]
 
 
 class ModelRunner:
@@ -27,19 +43,28 @@ class ModelRunner:
         if deterministic:
             check_tiles(network)
 
-    def run(self, work: Sequence[Work]) -> torch.Tensor:
-        """Writes the KV rows of all work; returns logits [S, vocab_size] float32 of those that want them, in order."""
+    @property
+    def kv(self) -> KvView:
+        return self._kv
+
+    def run(self, work: Sequence[Work]) -> Step:
+        """Computes all work: decode rows are in their tails or pages afterwards, prefill rows in pages or workspace."""
         spans = [
             SpanWork(
                 token_ids=w.sequence.token_ids[w.sequence.num_computed : w.end],
                 start=w.sequence.num_computed,
-                pages=w.sequence.pages[GROUP],
+                pages=w.sequence.pages,
                 is_prompt=w.sequence.num_computed < w.sequence.num_prompt,
                 wants_logits=w.wants_logits,
+                bases=w.sequence.bases,
+                tail_slots=w.sequence.tail_slots,
             )
             for w in work
         ]
-        return self._network.forward(build_batch(spans, deterministic=self._deterministic), self._kv)
+        batch = build_batch(spans, self._kv.geometry, deterministic=self._deterministic)
+        workspace = Workspace(batch)
+        logits = self._network.forward(batch, self._kv, workspace)
+        return Step(logits, workspace, batch.workspace_of_work)
 
 
 def check_tiles(network: Llama) -> None:
@@ -77,7 +102,7 @@ def _row_parts(network: Llama, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     rows, config, layer = len(x), network.config, network.layers[0]
     empty = torch.empty(0, dtype=torch.int64)
     tiles = ((0, rows),)
-    batch = Batch(empty, empty, tiles, (), None, empty, empty, empty, tiles, rows)
+    batch = Batch(empty, empty, tiles, (), False, {}, empty, (), empty, tiles, rows)
     cos, sin = network.cos[5:6], network.sin[5:6]  # one position for all rows
     q, k, v = network.project(layer, x, cos, sin, batch)
     mixed = q + (k + v).repeat_interleave(config.q_heads // config.kv_heads, dim=1)

@@ -31,13 +31,17 @@ class Work:
         return self.end == len(self.sequence.token_ids)
 
 
-def schedule(running: Iterable[Sequence], *, prefill_budget: int, deterministic: bool) -> list[Work]:
+def schedule(
+    running: Iterable[Sequence], *, prefill_budget: int, deterministic: bool, one_span: bool = False
+) -> list[Work]:
     """The step's work, in the order of ``running`` (oldest first); every sequence appears at most once.
 
     Args:
         prefill_budget: most prompt tokens, decode rows not counted. At least 1, so something always runs.
         deterministic: prompt chunks end on the grid or at the prompt's end, and at least one span of the grid runs;
             emitted tokens that are computed again run one a step, as they did the first time.
+        one_span: at most one span of the grid a sequence and step. Deterministic mode needs it where rows are packed:
+            what a span reads packed follows from where the step starts.
     """
     work: list[Work] = []
     left = prefill_budget
@@ -47,12 +51,18 @@ def schedule(running: Iterable[Sequence], *, prefill_budget: int, deterministic:
         if replaying or sequence.num_uncomputed == 1:
             work.append(Work(sequence, 1))
             continue
-        remaining = (sequence.num_prompt - sequence.num_computed) if deterministic else sequence.num_uncomputed
+        start = sequence.num_computed
+        remaining = (sequence.num_prompt if deterministic else len(sequence.token_ids)) - start
+        to_grid = GRID_TOKENS - start % GRID_TOKENS
+        if one_span:
+            remaining = min(remaining, to_grid)
+        if start < sequence.junction < start + remaining:  # on the grid; a checkpoint is taken there
+            remaining = sequence.junction - start
         count = min(remaining, left)
         if deterministic and count < remaining:
-            count -= count % GRID_TOKENS
+            count = max(0, (start + count) // GRID_TOKENS * GRID_TOKENS - start)
             if count == 0 and not prefilled:
-                count = min(remaining, GRID_TOKENS)
+                count = min(remaining, to_grid)
         if count > 0:
             work.append(Work(sequence, count))
             left = max(0, left - count)

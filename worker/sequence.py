@@ -95,6 +95,7 @@ class Request:
     owner: str = ""
     deadline_unix_ns: int = 0
     traceparent: str = ""
+    reuse: types_pb2.PrefixReuse.ValueType = types_pb2.PREFIX_REUSE_DEFAULT
 
     @staticmethod
     def from_proto(message: worker_pb2.Submit, owner: str) -> Request:
@@ -108,6 +109,7 @@ class Request:
             owner=owner,
             deadline_unix_ns=message.deadline_unix_ns,
             traceparent=message.traceparent,
+            reuse=message.prefix_reuse,
         )
 
     def to_proto(self) -> worker_pb2.Submit:
@@ -120,6 +122,7 @@ class Request:
             emitted_token_ids=self.emitted,
             deadline_unix_ns=self.deadline_unix_ns,
             traceparent=self.traceparent,
+            prefix_reuse=self.reuse,
         )
 
     def frozen(self) -> bytes:
@@ -167,14 +170,19 @@ class Sequence:
     """Where a sequence stands. ``token_ids``: the prompt and all emitted tokens; rows [0, num_computed) are written."""
 
     request: Request
-    max_total_tokens: int  # prompt and output together; the worst case that pages are promised for
+    max_total_tokens: int  # prompt and output together, at worst
     submitted_ns: int
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_sealed: int = 0  # tokens in sealed pages; a multiple of 128
+    num_cached: int = 0  # prompt tokens that needed no computing
+    prefix_exact: bool = True
+    junction: int = 0  # a length at which others would resume; a checkpoint is taken there. 0: none
     slot: int = -1  # in the control block; -1 while waiting
-    pages: dict[str, list[int]] = field(default_factory=dict)  # layer group -> page ids in token order
-    num_reserved: int = 0  # tokens that the pages have room for
+    pages: dict[str, list[int]] = field(default_factory=dict)  # layer group -> page ids in token order; -1: freed
+    bases: dict[str, int] = field(default_factory=dict)  # layer group -> first token that is not in a sealed page
+    tail_slots: dict[str, int] = field(default_factory=dict)  # of groups with a tail
+    num_promised: int = 0  # tokens that pages are promised for
+    num_recomputed: int = 0  # times it was dropped for want of pages, to be computed again
     first_run_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
@@ -199,7 +207,12 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     def usage(self) -> types_pb2.Usage:
-        return types_pb2.Usage(prompt_tokens=self.num_prompt, output_tokens=self.num_emitted, cached_prompt_tokens=0)
+        return types_pb2.Usage(
+            prompt_tokens=self.num_prompt,
+            output_tokens=self.num_emitted,
+            cached_prompt_tokens=min(self.num_cached, self.num_prompt),
+            prefix_exact=self.prefix_exact,
+        )
 
     def timings(self, now_ns: int) -> types_pb2.Timings:
         """Phases that were not reached are 0; the one that was cut short ends now."""
@@ -251,6 +264,13 @@ def validate(request: Request, model: types_pb2.ModelInfo) -> None:
             reason="PROMPT_TOO_LONG",
             given=f"{len(request.prompt)} tokens",
             allowed=f"at most {model.max_sequence_tokens - 1} tokens",
+        )
+    if request.reuse not in types_pb2.PrefixReuse.values():
+        raise InvalidRequest(
+            "prefix_reuse is not known",
+            reason="BAD_PREFIX_REUSE",
+            given=request.reuse,
+            allowed=", ".join(types_pb2.PrefixReuse.keys()),
         )
     _check_token_ids("prompt", request.prompt, model.vocab_size)
     _check_sampling(request.sampling)

@@ -120,9 +120,10 @@ def _attach(config: WorkerConfig, model: Model, break_down: Callable[[TailpackEr
                 device=config.device,
                 geometry=model.geometry,
                 arena_bytes=config.arena_bytes,
-                max_sequences=config.max_running,
+                max_sequences=config.num_slots,
                 max_sequence_tokens=model.info.max_sequence_tokens,
                 weights_digest=model.info.weights_digest,
+                checkpoint_slots=config.num_checkpoints if model.geometry.tail_bytes else 0,
                 on_lost=lambda why: break_down(KvStoreLost("the kvstore is gone", hint=why)),
             )
         except PreconditionFailed as refused:
@@ -136,12 +137,12 @@ def _info(config: WorkerConfig, model: Model) -> types_pb2.WorkerInfo:
         worker_id=config.worker_id,
         incarnation=secrets.token_hex(8),
         model=model.info,
-        kv_mode=config.kv_mode,
+        kv_mode=f"{config.kv_mode} {config.preset}".strip(),
         device=config.device,
         geometry_digest=model.geometry.digest(),
         deterministic=config.deterministic,
         max_running=config.max_running,
-        features=["logprobs", "seed", "emitted_token_ids"],
+        features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse"],
     )
 
 

@@ -51,6 +51,9 @@ class ClusterConfig:
     deterministic: bool = False
     dtype: str = "float32"
     kv_mode: str = "dense"
+    kv_preset: str = ""
+    dense_layers: tuple[int, int] | str = (0, 0)
+    admission: str = "worst_case"
     max_running: int = 16
     max_waiting: int = 1024
     max_sequence_tokens: int = 0
@@ -68,26 +71,32 @@ class ClusterConfig:
         """
         rpc.check_free(listen)
         folder, default_name = resolve_model(model)
-        return ClusterConfig(model=folder, name=name or default_name, listen=listen, **settings)
+        config = ClusterConfig(model=folder, name=name or default_name, listen=listen, **settings)
+        config.worker(0, Path("unset"), 1)  # a setting that no worker takes is refused here
+        return config
 
     def worker(self, index: int, kv_socket: Path, arena_bytes: int) -> WorkerConfig:
         cores = len(os.sched_getaffinity(0))
-        return WorkerConfig(
-            model=self.model,
-            name=self.name,
-            kv_socket=kv_socket,
-            worker_id=f"worker-{index}",
-            dtype=self.dtype,
-            kv_mode=self.kv_mode,
-            arena_bytes=arena_bytes,
-            max_running=self.max_running,
-            max_waiting=self.max_waiting,
-            max_sequence_tokens=self.max_sequence_tokens,
-            prefill_chunk=self.prefill_chunk,
-            deterministic=self.deterministic,
-            device=f"cpu:{index}",
-            threads=self.threads or max(1, cores // self.workers),
-        )
+        settings = {
+            "model": self.model,
+            "name": self.name,
+            "kv_socket": kv_socket,
+            "worker_id": f"worker-{index}",
+            "dtype": self.dtype,
+            "kv_mode": self.kv_mode,
+            "kv_preset": self.kv_preset,
+            "dense_layers": self.dense_layers,
+            "admission": self.admission,
+            "arena_bytes": arena_bytes,
+            "max_running": self.max_running,
+            "max_waiting": self.max_waiting,
+            "max_sequence_tokens": self.max_sequence_tokens,
+            "prefill_chunk": self.prefill_chunk,
+            "deterministic": self.deterministic,
+            "device": f"cpu:{index}",
+            "threads": self.threads or max(1, cores // self.workers),
+        }
+        return WorkerConfig.from_dict(settings)
 
 
 def resolve_model(model: str) -> tuple[Path, str]:

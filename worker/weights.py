@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvstore.geometry import CacheGeometry
+from kvstore.geometry import CacheGeometry, apply_mode
 from protos import types_pb2
 from protos.errors import ConfigError, ModelError
 from worker.config import WorkerConfig
 from worker.kv_view import TORCH_DTYPES
-from worker.models.llama import MODEL_TYPES, Llama, LlamaConfig, check_window
+from worker.models.llama import MODEL_TYPES, Llama, LlamaConfig
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -47,7 +47,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
     Raises:
         ModelError: a file is missing, unreadable or corrupt; a tensor is missing, unexpected or of the wrong shape; the
             model asks for something that is not built.
-        ConfigError: ``max_sequence_tokens`` is more than the model's.
+        ConfigError: ``max_sequence_tokens`` is more than the model's; or the KV mode does not go with the model (what
+            ``apply_mode`` raises), before any weight is read.
     """
     raw = _read_json(config.model / "config.json")
     if raw.get("model_type") not in MODEL_TYPES:
@@ -65,8 +66,14 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
             allowed=f"at most {shapes.max_positions}",
         )
     max_sequence_tokens = config.max_sequence_tokens or shapes.max_positions
-    check_window(raw, max_sequence_tokens)
     dtype = _dtype_name(config, raw)
+    geometry = apply_mode(
+        shapes.geometry(dtype, max_sequence_tokens),
+        config.kv_mode,
+        config.preset,
+        config.dense_layers,
+        compiled_only=not config.device.startswith("cpu:"),
+    )
     weights, digest = _load_tensors(config.model, shapes, TORCH_DTYPES[dtype], progress)
     num_parameters = sum(tensor.numel() for tensor in weights.values())
     eos_token_ids = _eos_token_ids(config.model, raw)
@@ -82,7 +89,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
             tokenizer_digest=_tokenizer_digest(config.model),
             num_parameters=num_parameters,
         ),
-        geometry=shapes.geometry(dtype, config.kv_mode),
+        geometry=geometry,
         eos_token_ids=eos_token_ids,
     )
 

@@ -1,34 +1,24 @@
-"""An attachment in memory, for tests of the engine: the store's own accounting, no process, no gRPC.
+"""An attachment in this process, for tests of the engine: the store's own device, no gRPC, no second process.
 
-Pages that nobody holds are full of NaN and are handed out in a random order, so a row that is read before it was
-written, or from another sequence's page, shows in the results.
+Pages and tails that nobody holds are full of NaN and pages are handed out in a random order, so a row that is read
+before it was written, or from another sequence's page, shows in the results.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from functools import partial
+import weakref
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
 
-from kvstore.client import Admitted, OpenRequest, PageCopy, Refused
-from kvstore.control import ControlBlock, ControlShape
+from kvstore.answers import Admitted, Forked, NewPage, Refused, SealResult, TailCopy, Truncated
+from kvstore.arena import Arena, StoreArena
+from kvstore.client import OpenRequest
+from kvstore.device import Device, DeviceSpec, NewSequence
 from kvstore.geometry import CacheGeometry
-from kvstore.pages import PageTable
-from kvstore.sequences import SequenceTable
-
-
-class FakeArena:
-    def __init__(self, num_pages: int, page_bytes: int) -> None:
-        self.num_pages = num_pages
-        self.page_bytes = page_bytes
-        self.bytes = np.full(num_pages * page_bytes, 0xFF, dtype=np.uint8)  # NaN in every float dtype
-        self.buffer = memoryview(self.bytes)  # type: ignore[arg-type]
-
-    def poison(self, page: int) -> None:
-        self.bytes[page * self.page_bytes : (page + 1) * self.page_bytes] = 0xFF
+from kvstore.pages import PageState
 
 
 class FakeAttachment:
@@ -38,92 +28,101 @@ class FakeAttachment:
     """
 
     def __init__(
-        self, geometry: CacheGeometry, *, num_pages: int, max_sequences: int, max_sequence_tokens: int, seed: int = 0
+        self,
+        geometry: CacheGeometry,
+        *,
+        num_pages: int,
+        max_sequences: int,
+        max_sequence_tokens: int,
+        checkpoint_slots: int = 0,
+        seed: int = 0,
     ) -> None:
-        self.epoch = 1
+        tail_slots = max_sequences + checkpoint_slots
+        arena_bytes = num_pages * sum(g.page_bytes for g in geometry.groups) + tail_slots * geometry.tail_bytes
+        spec = DeviceSpec(
+            "cpu:0", geometry, arena_bytes, max_sequences, max_sequence_tokens, b"w" * 16, checkpoint_slots
+        )
+        self.device = Device.allocate(spec)
+        weakref.finalize(self, self.device.close)
+        self.device.control.epoch = self.epoch = 1
         self.geometry = geometry
-        self.arenas = {g.name: FakeArena(num_pages, g.page_bytes) for g in geometry.groups}
-        self.tables = [PageTable(g.name, num_pages) for g in geometry.groups]
-        for table in self.tables:
+        self.table = self.device.table
+        self.control = self.device.control
+        self.arenas = {name: _mapped(arena) for name, arena in self.device.arenas.pages.items()}
+        self.tails = {name: _mapped(arena) for name, arena in self.device.arenas.tails.items()}
+        for table in self.table.groups.values():
             random.Random(seed).shuffle(table._free)
-        self.table = SequenceTable(
-            self.tables,
-            max_sequences=max_sequences,
-            max_sequence_tokens=max_sequence_tokens,
-            weights_digest=b"w" * 16,
-            geometry_digest=geometry.digest(),
-        )
-        shape = ControlShape(tuple(num_pages for _ in geometry.groups), max_sequences, max_sequence_tokens)
-        self._memory = bytearray(shape.num_bytes)
-        self.control = ControlBlock.format(
-            memoryview(self._memory),  # type: ignore[arg-type]
-            shape,
-            device="cpu:0",
-            geometry_digest=geometry.digest(),
-            weights_digest=b"w" * 16,
-            groups={g.name: g.page_bytes for g in geometry.groups},
-        )
+        for arena in (*self.arenas.values(), *self.tails.values()):
+            np.frombuffer(arena.buffer, dtype=np.uint8)[:] = 0xFF  # NaN in every float dtype
         self.calls: dict[str, int] = {}
         self.fail_next: dict[str, BaseException] = {}
         self.opened: list[str] = []
 
     def open(self, sequences: Sequence[OpenRequest]) -> list[Admitted | Refused]:
         self._called("open")
-        answers = []
-        for s in sequences:
-            answer = self.table.open(s.request_id, s.tenant_salt, len(s.prompt_token_ids), s.max_tokens)
-            if isinstance(answer, Admitted):
-                self.opened.append(s.request_id)
-                self.control.open_slot(
-                    answer.slot,
-                    epoch=1,
-                    request_id=s.request_id.encode(),
-                    salt=s.tenant_salt.encode(),
-                    frozen=s.frozen_request,
-                    max_tokens=s.max_tokens,
-                    prompt=list(s.prompt_token_ids),
-                )
-            answers.append(answer)
+        answers = self.device.open(
+            NewSequence(
+                s.request_id,
+                s.tenant_salt,
+                s.prompt_token_ids,
+                s.max_tokens,
+                s.frozen_request,
+                s.reuse,
+                s.exact_only,
+            )
+            for s in sequences
+        )
+        self.opened += [s.request_id for s, a in zip(sequences, answers, strict=True) if isinstance(a, Admitted)]
         return answers
 
-    def reserve(self, wanted: Sequence[tuple[int, int]]) -> dict[int, dict[str, list[int]]]:
+    def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> dict[int, dict[str, list[NewPage]]]:
         self._called("reserve")
-        return self.table.reserve(wanted)
+        return self.device.reserve(wanted)
 
-    def seal(self, sealed: Sequence[tuple[int, int]]) -> int:
+    def seal(
+        self, sealed: Sequence[tuple[int, int, int]], checksums: Mapping[tuple[str, int], int] | None = None
+    ) -> SealResult:
         self._called("seal")
-        count = 0
-        for slot, num_tokens in sealed:
-            assert num_tokens <= self.control.committed(slot), "sealed before it was committed"
-            count += len(self.table.seal(slot, num_tokens, partial(self.control.tokens, slot)))
-        return count
+        return self.device.seal(sealed, checksums)
 
-    def truncate(self, slot: int, num_tokens: int) -> list[PageCopy]:
-        raise NotImplementedError("the engine does not truncate yet")
+    def truncate(self, slot: int, num_tokens: int) -> Truncated:
+        self._called("truncate")
+        return self.device.truncate(slot, num_tokens)
+
+    def fork(self, slot: int, request_id: str, max_tokens: int, frozen_request: bytes = b"") -> Forked | Refused:
+        self._called("fork")
+        return self.device.fork(slot, request_id, max_tokens, frozen_request)
+
+    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> list[TailCopy]:
+        self._called("checkpoint")
+        return self.device.checkpoint(slot, num_tokens, kind)
 
     def release(self, slots: Sequence[int]) -> int:
         self._called("release")
-        freed = 0
-        for groups in self.table.release(slots).values():
-            for group, pages in groups.items():
-                freed += len(pages)
-                for page in pages:
-                    self.arenas[group].poison(page)
-        for slot in slots:
-            self.control.close_slot(slot)
+        freed = self.device.release(slots)
+        for name, table in self.table.groups.items():
+            for page in range(table.num_pages):
+                if table.state(page) == PageState.FREE:
+                    np.frombuffer(self.arenas[name].page(page), dtype=np.uint8)[:] = 0xFF
+        for tails in self.tails.values():
+            for slot in slots:
+                np.frombuffer(tails.page(slot), dtype=np.uint8)[:] = 0xFF
         return freed
+
+    def verify(self) -> list[str]:
+        return self.device.verifier.verify().problems
 
     def close(self) -> None:
         self.check_empty()
 
     def check_empty(self) -> None:
-        """Fails when a sequence, a page or a promise is left over."""
+        """Fails when a sequence, a page or a promise is left over; cached pages are not."""
         self.table.check()
         assert len(self.table) == 0, f"slots {self.table.slots} were not released"
         assert self.control.live_slots() == []
-        for table in self.tables:
+        for table in self.table.groups.values():
             assert (table.num_open, table.num_sealed, table.num_promised) == (0, 0, 0)
-            assert table.num_free == table.num_pages
+            assert table.num_available == table.num_pages
 
     def __enter__(self) -> FakeAttachment:
         return self
@@ -138,3 +137,7 @@ class FakeAttachment:
         self.calls[name] = self.calls.get(name, 0) + 1
         if (error := self.fail_next.pop(name, None)) is not None:
             raise error
+
+
+def _mapped(arena: StoreArena) -> Arena:
+    return Arena(arena.group, arena.num_pages, arena.page_bytes, arena.memory.map())

@@ -17,6 +17,10 @@ def test_a_config_survives_its_own_dict() -> None:
     config = WorkerConfig.from_dict({**LEAST, "deterministic": "yes", "max_running": "3", "threads": 2})
     assert config.deterministic and config.max_running == 3 and config.model == Path("m") and config.num_threads == 2
     assert WorkerConfig.from_dict(config.to_dict()) == config
+    assert config.preset == "" and config.num_slots == 3
+    packed = WorkerConfig.from_dict({**LEAST, "kv_mode": "turboquant", "dense_layers": "1,2", "admission": "recompute"})
+    assert packed.preset == "tq4" and packed.dense_layers == (1, 2) and packed.num_slots == 17
+    assert WorkerConfig.from_dict(packed.to_dict()) == packed
 
 
 @pytest.mark.parametrize("word", ["0", "false", "No", "off", "", False])
@@ -35,7 +39,12 @@ def test_off_is_off(word: object) -> None:
         ({"prefill_chunk": 0}, "prefill_chunk"),
         ({"deterministic": "perhaps"}, "deterministic"),
         ({"dtype": "int8"}, "dtype"),
-        ({"kv_mode": "turboquant"}, "kv_mode"),
+        ({"kv_mode": "int4"}, "kv_mode"),
+        ({"kv_mode": "turboquant", "kv_preset": "tq5"}, "kv_preset"),
+        ({"kv_mode": "fp8", "kv_preset": "tq4"}, "kv_preset"),
+        ({"kv_mode": "turboquant", "dense_layers": "2"}, "dense_layers"),
+        ({"kv_mode": "turboquant", "dense_layers": "2,many"}, "dense_layers"),
+        ({"admission": "hope"}, "admission"),
         ({"device": "cuda:0"}, "device"),
         ({"name": ""}, "name"),
         ({"model": None}, "model"),

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from protos.errors import PreconditionFailed
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
 from worker.batch import TILE_ROWS, SpanWork, build_batch
-from worker.model_runner import check_tiles
+from worker.model_runner import Step, check_tiles
 from worker.models import layers
 from worker.scheduler import Work
 from worker.sequence import Request
@@ -46,11 +47,11 @@ class Recorder:
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
         run = self.harness.engine._runner.run
 
-        def recording(work: Sequence[Work]) -> torch.Tensor:
-            logits = run(work)
+        def recording(work: Sequence[Work]) -> Step:
+            step = run(work)
             for row, w in enumerate(w for w in work if w.wants_logits):
-                self.logits[(w.sequence.request.request_id, w.end)] = logits[row].clone()
-            return logits
+                self.logits[(w.sequence.request.request_id, w.end)] = step.logits[row].clone()
+            return step
 
         self.harness.engine._runner.run = recording  # type: ignore[method-assign]
 
@@ -129,18 +130,19 @@ def test_a_product_that_knows_its_place_is_found_out(model: Model, monkeypatch: 
 
 def test_tiles_follow_from_the_sequence_alone() -> None:
     rng = random.Random(2)
+    geometry = CacheGeometry((LayerGroup("g", (Region(0, "k", 1, 8, "float32"),)),))
     for _ in range(50):
         work = []
         for _ in range(rng.randrange(1, 12)):
             prompt_span = rng.random() < 0.5
             start = 128 * rng.randrange(3) if prompt_span else rng.randrange(300)
             count = rng.randrange(1, 400) if prompt_span else 1
-            work.append(SpanWork([7] * count, start, list(range(9)), prompt_span, True))
-        batch = build_batch(work, deterministic=True)
+            work.append(SpanWork([7] * count, start, {"g": list(range(9))}, prompt_span, True))
+        batch = build_batch(work, geometry, deterministic=True)
         assert batch.tiles[0][0] == 0 and batch.tiles[-1][1] == len(batch.token_ids)
         assert all(a[1] == b[0] for a, b in zip(batch.tiles, batch.tiles[1:], strict=False))
         for span in batch.spans:
             (size,) = {end - first for first, end in batch.tiles if first <= span.first_row < end}
             assert size == min(rows for rows in TILE_ROWS if rows >= span.num_rows)
         assert sum(span.num_rows for span in batch.spans) == sum(w.count for w in work)
-        assert int((batch.token_ids == 7).sum()) == len(batch.write_pages)
+        assert int((batch.token_ids == 7).sum()) == len(batch.groups["g"].write_to)

@@ -34,6 +34,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
     "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    "mistral_window": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 60},
+    "qwen2_window": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "use_sliding_window": True,
+        "sliding_window": 60,
+        "max_window_layers": 1,
+    },
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
 }
 
@@ -98,8 +106,6 @@ def test_llama3_rope_table_is_that_of_transformers() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "ROPE_NOT_BUILT"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "BAD_MODEL"),
         ({"partial_rotary_factor": 0.5}, "ROPE_NOT_BUILT"),
-        ({"model_type": "mistral", "sliding_window": 512}, "WINDOW_NOT_BUILT"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}, "WINDOW_NOT_BUILT"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
@@ -109,13 +115,34 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path, changes: dict[str,
     assert refused.value.reason == reason
 
 
-def test_a_window_that_no_sequence_outgrows_is_fine(tmp_path: Path) -> None:
+def test_a_window_that_no_sequence_outgrows_is_none(tmp_path: Path) -> None:
     folder = write_model(tmp_path, model_type="mistral", sliding_window=512)
-    assert load_model(config_for(folder, max_sequence_tokens=512)).info.max_sequence_tokens == 512
+    (group,) = load_model(config_for(folder, max_sequence_tokens=512)).geometry.groups
+    assert (group.name, group.window) == ("full", 0)
+    (group,) = load_model(config_for(folder, max_sequence_tokens=513)).geometry.groups
+    assert (group.name, group.window) == ("window", 512)
+
+
+def test_layers_with_and_without_a_window_are_two_groups(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, **VARIANTS["qwen2_window"])
+    groups = load_model(config_for(folder)).geometry.groups
+    assert [(g.name, g.window, sorted({r.layer for r in g.regions})) for g in groups] == [
+        ("full", 0, [0]),
+        ("window", 60, [1, 2]),
+    ]
 
 
 @pytest.mark.parametrize(
-    "change", [{"hidden_act": "gelu"}, {"num_key_value_heads": 4}, {"hidden_size": None}, {"head_dim": 7}]
+    "change",
+    [
+        {"hidden_act": "gelu"},
+        {"num_key_value_heads": 4},
+        {"hidden_size": None},
+        {"head_dim": 7},
+        {"model_type": "mistral", "sliding_window": 9, "layer_types": ["full_attention"] * 2},
+        {"model_type": "mistral", "sliding_window": 9, "layer_types": ["chunked_attention"] * 3},
+        {"model_type": "mistral", "sliding_window": 0},
+    ],
 )
 def test_shapes_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ModelError):

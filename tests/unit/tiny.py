@@ -83,8 +83,9 @@ class Harness:
         self.attachment = FakeAttachment(
             model.geometry,
             num_pages=num_pages,
-            max_sequences=config.max_running,
+            max_sequences=config.num_slots,
             max_sequence_tokens=model.info.max_sequence_tokens,
+            checkpoint_slots=config.num_checkpoints if model.geometry.tail_bytes else 0,
             seed=seed,
         )
         self.results: list[StepResult] = []

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from protos.errors import ModelError
 from worker.batch import Batch
-from worker.kv_view import KvView
+from worker.kv_view import KvView, Workspace
 from worker.models import layers
 from worker.models.attention import attend
 from worker.models.layers import rms_norm, rope_tables, rotate
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-GROUP = "full"
+FULL, WINDOWED = "full", "window"
+"""Layer groups: layers that attend to everything, and those with a sliding window."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class LlamaConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    windows: tuple[int, ...]  # of each layer, in tokens, the query's own included; 0: attends to everything
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> LlamaConfig:
@@ -63,6 +65,7 @@ class LlamaConfig:
             o_bias=kind != "qwen2" and attention_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=kind == "qwen3",
+            windows=_windows(config, kind, _integer(config, "num_hidden_layers")),
         )
         if parsed.q_heads % parsed.kv_heads or parsed.head_dim % 2:
             raise ModelError(
@@ -102,32 +105,46 @@ class LlamaConfig:
                 shapes[at + "self_attn.q_norm.weight"] = shapes[at + "self_attn.k_norm.weight"] = (self.head_dim,)
         return shapes
 
-    def geometry(self, dtype: str, kv_mode: str) -> CacheGeometry:
-        """One layer group: every layer keeps K and V of every token."""
-        regions = tuple(
-            Region(layer=layer, kind=kind, heads=self.kv_heads, dim=self.head_dim, dtype=dtype)
-            for layer in range(self.num_layers)
-            for kind in ("k", "v")
+    def geometry(self, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
+        """K and V of every token, mode dense; layers with a window are a group of their own.
+
+        A window that no sequence outgrows is none.
+        """
+        by_window: dict[int, list[Region]] = {}
+        for layer, window in enumerate(self.windows):
+            regions = by_window.setdefault(window if window < max_sequence_tokens else 0, [])
+            regions += (
+                Region(layer=layer, kind=kind, heads=self.kv_heads, dim=self.head_dim, dtype=dtype)
+                for kind in ("k", "v")
+            )
+        return CacheGeometry(
+            tuple(
+                LayerGroup(WINDOWED if window else FULL, tuple(regions), window=window)
+                for window, regions in sorted(by_window.items())
+            )
         )
-        return CacheGeometry((LayerGroup(GROUP, regions, mode=kv_mode),))
 
 
-def check_window(config: Mapping[str, Any], max_sequence_tokens: int) -> None:
-    """Refuses a sliding window that a sequence could outgrow: no window is built yet, and ignoring it changes the text.
+def _windows(config: Mapping[str, Any], kind: str, num_layers: int) -> tuple[int, ...]:
+    """Each layer's sliding window; 0: none. Llama has none, mistral has one for all, qwen for the upper layers if asked.
 
-    Raises:
-        ModelError: WINDOW_NOT_BUILT.
+    A list ``layer_types`` says it layer by layer, where there is one.
     """
-    window = config.get("sliding_window")
-    if config.get("model_type") in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
-        window = None
-    if window is not None and window < max_sequence_tokens:
+    asked = kind == "mistral" or (kind in ("qwen2", "qwen3") and bool(config.get("use_sliding_window", False)))
+    if not asked or config.get("sliding_window") is None:
+        return (0,) * num_layers
+    window = _integer(config, "sliding_window")
+    types = config.get("layer_types")
+    if types is None:
+        first = 0 if kind == "mistral" else int(config.get("max_window_layers", 28))
+        return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    if len(types) != num_layers or not {*types} <= {"full_attention", "sliding_attention"}:
         raise ModelError(
-            "the model's sliding window is not built",
-            reason="WINDOW_NOT_BUILT",
-            given=f"sliding_window {window}, sequences of up to {max_sequence_tokens} tokens",
-            allowed=f"max_sequence_tokens of at most {window}",
+            "layer_types does not fit the layers",
+            given=types,
+            allowed=f"{num_layers} of full_attention, sliding_attention",
         )
+    return tuple(window if each == "sliding_attention" else 0 for each in types)
 
 
 @dataclass(frozen=True)
@@ -173,17 +190,17 @@ class Llama:
         cos, sin = rope_tables(raw, config.head_dim, max_sequence_tokens)
         self.cos, self.sin = (table.to(self.embed.dtype).unsqueeze(1) for table in (cos, sin))
 
-    def forward(self, batch: Batch, kv: KvView) -> torch.Tensor:
-        """Writes the batch's KV rows into their pages and returns logits [num_logits, vocab_size] in float32."""
+    def forward(self, batch: Batch, kv: KvView, workspace: Workspace) -> torch.Tensor:
+        """Writes the batch's KV rows into pages, tails and workspace; returns logits [num_logits, vocab_size] f32."""
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         x = F.embedding(batch.token_ids, self.embed)
         for index, layer in enumerate(self.layers):
             q, k, v = self.project(layer, x, cos, sin, batch)
-            k_pages, v_pages = kv.plane(index, "k"), kv.plane(index, "v")
-            at = (batch.write_pages, batch.write_slots)
-            k_pages[at] = k if batch.write_rows is None else k[batch.write_rows]
-            v_pages[at] = v if batch.write_rows is None else v[batch.write_rows]
-            attended = attend(q, k, v, k_pages, v_pages, batch)
+            k_view, v_view = kv.view(index, "k"), kv.view(index, "v")
+            for view, rows in ((k_view, k), (v_view, v)):
+                kv.append(view, rows, batch.groups[view.group.name])
+                workspace.keep(view, rows)
+            attended = attend(q, k, v, k_view, v_view, kv, batch)
             x = self.feed_forward(layer, x, attended, batch)
         return self.logits(x[batch.logit_rows], batch)[: batch.num_logits]
 

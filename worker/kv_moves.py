@@ -1,0 +1,155 @@
+"""What the store asks the worker to do with rows: copy pages and tails, refill tails, pack pages, keep tails filled.
+
+Each is one call for all that is due in a step; all layers of a group go together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.page_codec import RegionRows, copy_records, pack_pages
+from kvstore.client import NewPage, PageCopy, Refill, Relinked, Split, TailCopy, page_checksum
+from protos.page_hash import PAGE_TOKENS
+from worker.kv_view import KvView, RegionView, Workspace, place_of
+
+
+@dataclass(frozen=True)
+class SpanRows:
+    """Where the rows of one sequence's newest span are, in one layer group: tokens [start, start + count).
+
+    Rows below ``start`` are in the ring ``tail_slot``; those of the span in the workspace from ``workspace_row`` on, or
+    in the ring as well where that is -1.
+    """
+
+    group: str
+    tail_slot: int
+    start: int
+    count: int
+    workspace_row: int
+
+
+@dataclass(frozen=True)
+class SealJob:
+    """Pages of one sequence and group that are due: fresh ones are packed, others completed or left alone."""
+
+    rows: SpanRows
+    pages: Sequence[NewPage]
+
+
+def copy_pages(kv: KvView, copies: Iterable[PageCopy]) -> None:
+    """Copies the rows of the first ``num_tokens`` tokens of a page to another, all regions (a truncate, a fork)."""
+    for copy in copies:
+        for view in kv.by_group[copy.group]:
+            num_rows = copy.num_tokens // view.region.ratio
+            if view.pages is not None:
+                view.pages[copy.to_page, :num_rows] = view.pages[copy.from_page, :num_rows]
+            elif view.packed is not None:
+                copy_records(copy.from_page, copy.to_page, [view.packed.planes], num_rows)
+
+
+def copy_tails(kv: KvView, copies: Iterable[TailCopy]) -> None:
+    for copy in copies:
+        kv.copy_tail(copy.group, copy.from_slot, copy.to_slot)
+
+
+def refill_tails(kv: KvView, refills: Iterable[Refill], reason: str) -> None:
+    """Dequantises tokens out of pages into tail rings; counted under ``reason``. Lossy."""
+    for refill in refills:
+        place = place_of([-1] * (refill.first_token // PAGE_TOKENS) + refill.page_ids, base=1 << 62)
+        for view in kv.by_group[refill.group]:
+            if view.packed is None:
+                continue
+            rows = kv.span(view, place, refill.first_token, refill.num_tokens, reason)
+            _to_ring(view, refill.tail_slot, refill.first_token // view.region.ratio, rows)
+
+
+def pack(kv: KvView, jobs: Sequence[SealJob], workspace: Workspace) -> dict[tuple[str, int], int]:
+    """Packs every page that is due, all sequences and all layers of a group in one call of the codec.
+
+    Returns:
+        (group, page id) -> checksum of each page that was written.
+    """
+    began_ns = time.perf_counter_ns()
+    checksums: dict[tuple[str, int], int] = {}
+    for group, views in kv.by_group.items():
+        due = [(job, page) for job in jobs if job.rows.group == group for page in job.pages]
+        fresh = [(job, page) for job, page in due if page.source is None]
+        if fresh:
+            _pack_rows(views, fresh, workspace)
+        for job, page in due:
+            if isinstance(page.source, Split):
+                _complete(views, job, page, page.source, workspace)
+            if isinstance(page.source, Relinked):
+                kv.counters.pages_relinked += 1
+            else:
+                kv.counters.pages_packed += 1
+                checksums[group, page.page_id] = page_checksum(kv.page_memory(group, page.page_id))
+    kv.counters.seal_ns += time.perf_counter_ns() - began_ns
+    return checksums
+
+
+def fill_tails(kv: KvView, kept: Iterable[tuple[SpanRows, int]], workspace: Workspace) -> None:
+    """Copies prefill rows out of the workspace into the tails.
+
+    Args:
+        kept: a span and its group's base after sealing: rows below it are in pages.
+    """
+    began_ns = time.perf_counter_ns()
+    for span, base in kept:
+        end = span.start + span.count
+        for view in kv.by_group[span.group]:
+            assert view.tail is not None
+            ratio = view.region.ratio
+            first = max(span.start, base, end - view.tail.shape[1] * ratio)
+            if first < end:
+                rows = workspace.rows(view, span.workspace_row + first - span.start, end - first)
+                _to_ring(view, span.tail_slot, first // ratio, rows)
+    kv.counters.append_ns += time.perf_counter_ns() - began_ns
+
+
+def _pack_rows(views: Sequence[RegionView], due: Sequence[tuple[SealJob, NewPage]], workspace: Workspace) -> None:
+    page_ids = torch.tensor([page.page_id for _, page in due])
+    regions = []
+    for view in views:
+        if view.packed is not None:
+            rows = torch.stack([_page_rows(view, job.rows, page.index, workspace) for job, page in due])
+            regions.append(RegionRows(*view.packed, rows))
+    pack_pages(page_ids, regions)
+
+
+def _complete(
+    views: Sequence[RegionView], job: SealJob, page: NewPage, split: Split, workspace: Workspace
+) -> None:
+    """A page that the cut of a truncate divided: records below the cut are copied, the rest is packed."""
+    page_ids = torch.tensor([page.page_id])
+    for view in views:
+        if view.packed is None:
+            continue
+        num_rows = split.num_tokens // view.region.ratio
+        if split.from_page != page.page_id:
+            copy_records(split.from_page, page.page_id, [view.packed.planes], num_rows)
+        rows = _page_rows(view, job.rows, page.index, workspace)[num_rows:]
+        if len(rows):
+            pack_pages(page_ids, [RegionRows(*view.packed, rows.unsqueeze(0))], num_rows)
+
+
+def _page_rows(view: RegionView, span: SpanRows, index: int, workspace: Workspace) -> torch.Tensor:
+    """Dense rows [rows_per_page, heads, dim] of page ``index``: from the ring, the workspace, or both."""
+    first, end = index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS
+    ratio = view.region.ratio
+    split = end if span.workspace_row < 0 else min(end, max(first, span.start))
+    parts = view.ring(span.tail_slot, first // ratio, (split - first) // ratio) if first < split else []
+    if split < end:
+        parts.append(workspace.rows(view, span.workspace_row + split - span.start, end - split))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _to_ring(view: RegionView, slot: int, first_row: int, rows: torch.Tensor) -> None:
+    done = 0
+    for part in view.ring(slot, first_row, len(rows)):
+        part.copy_(rows[done : done + len(part)])
+        done += len(part)
