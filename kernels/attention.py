@@ -80,8 +80,9 @@ def attend_packed(
     mask = _Mask(first_position, q.shape[0], num_tokens // ratio, ratio, window)
     state = _Softmax(_by_kv_head(_into_domain(q, keys.codec), kv_heads, sm_scale), values_or_keys.codec.width, softcap)
     block = _block_pages(keys.codec.width, kv_heads, page_rows, state.num_queries)
-    _check_pages(page_ids[mask.begin // page_rows : -(-mask.end // page_rows)], len(keys.planes.heads))
-    for first in range(mask.begin // page_rows // block * block, -(-mask.end // page_rows), block):
+    first_page, end_page = mask.begin // page_rows, -(-mask.end // page_rows) if mask.begin < mask.end else 0
+    _check_pages(page_ids[first_page:end_page], len(keys.planes.heads))
+    for first in range(first_page // block * block, end_page, block):
         begin = max(mask.begin, first * page_rows)
         end = min(mask.end, (first + block) * page_rows)
         page = begin // page_rows  # pages of the block below it are not looked at
@@ -215,7 +216,7 @@ class _Mask:
         self.first_position, self.num_queries, self.ratio, self.window = first_position, num_queries, ratio, window
         last = first_position + num_queries - 1
         self.begin = max(first_row, self._first_seen(first_position))
-        self.end = min(num_rows, (last + 1) // ratio) if num_queries else self.begin
+        self.end = max(self.begin, min(num_rows, (last + 1) // ratio) if num_queries else 0)
 
     def _first_seen(self, position: int) -> int:
         return max(0, position - self.window + 1) // self.ratio if self.window else 0
@@ -342,8 +343,15 @@ def _check_packed(
             action="take both regions from one layer",
         )
     _check_queries(q, kv_heads, keys.codec.dim)
-    num_pages = -(-(num_tokens // max(1, ratio)) // page_rows)
-    if page_ids.dtype != torch.int64 or page_ids.dim() != 1 or num_tokens < 0 or len(page_ids) < num_pages:
+    if ratio < 1 or num_tokens < 0:
+        raise ArgumentError(
+            "tokens count from 0, ratios from 1",
+            given=f"num_tokens {num_tokens}, ratio {ratio}",
+            allowed="num_tokens 0 or more, ratio 1 or more",
+            action="pass the group's base and the region's ratio",
+        )
+    num_pages = -(-(num_tokens // ratio) // page_rows)
+    if page_ids.dtype != torch.int64 or page_ids.dim() != 1 or len(page_ids) < num_pages:
         raise ArgumentError(
             "the page table does not cover the packed tokens",
             given=f"{page_ids.dtype} {tuple(page_ids.shape)} for {num_tokens} tokens of ratio {ratio}",

@@ -253,7 +253,7 @@ def unpack(packed: PackedRows, d: int, bits: int, dtype: torch.dtype = torch.flo
     _check_packed(packed, d, bits)
     leading = packed.codes.shape[:-1]
     codes = packed.codes.reshape(-1, packed.codes.shape[-1])
-    scales = packed.scales.reshape(codes.shape[0], -1)
+    scales = packed.scales.reshape(codes.shape[0], len(parts(d)))
     rows = torch.empty((codes.shape[0], d), dtype=dtype, device=codes.device)
     largest = torch.finfo(dtype).max
     step = max(1, _CHUNK // d)
