@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import fp8, turboquant
+from kernels import fp8, record_sizes, turboquant
 from kernels.errors import ArgumentError, KernelError, LayoutError, NonFiniteRowError, WidthError
 from kernels.layout import read_region
 from kernels.page_codec import (
@@ -63,6 +63,17 @@ def test_bytes_of_one_row() -> None:
     assert total(row_codec("fp8", 128)) == 132
     assert total(row_codec("dense", 64, torch.float32)) == 256
     assert total(row_codec("tq4", 96)) == 48 + 2 * 4
+
+
+def test_the_sizes_known_without_torch_are_the_codecs_sizes() -> None:
+    """The KV store sizes pages by `record_sizes`; a byte of difference would garble every page."""
+    for dim in range(record_sizes.MIN_WIDTH, 600):
+        for bits in (2, 3, 4):
+            codec = row_codec(f"tq{bits}", dim)
+            assert codec.code_bytes == record_sizes.code_bytes(dim, bits)
+            assert codec.scale_bytes == record_sizes.SCALE_BYTES * len(record_sizes.parts(dim))
+    v4 = row_codec("v4fp8", record_sizes.V4_WIDTH)
+    assert (v4.code_bytes, v4.scale_bytes) == (record_sizes.V4_FP8_CODE_BYTES, record_sizes.V4_FP8_SCALE_BYTES)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 100, 128, 256, 512])
