@@ -228,7 +228,7 @@ def _tail_group(group: LayerGroup, tail_tokens: int, located: Sequence[tuple[Spa
             decode.append(span.first_row)
             slots.append(slot)
             rows.append(span.start % tail_tokens)
-    assert len(set(place.tail_slot for place in places)) == len(places), "two spans of one sequence in a step"
+    assert len({place.tail_slot for place in places}) == len(places), "two spans of one sequence in a step"
     as_rows = (torch.tensor(values, dtype=torch.int64) for values in (decode, slots, rows))
     return GroupBatch(tuple(places), *as_rows)
 

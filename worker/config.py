@@ -157,7 +157,9 @@ def _read(name: str, kind: str, value: Any) -> Any:
         try:
             first, last = (int(number) for number in pair)
         except (TypeError, ValueError):
-            raise ConfigError(f"{name} does not read as two counts", given=repr(value), allowed="F,L as in 2,2") from None
+            raise ConfigError(
+                f"{name} does not read as two counts", given=repr(value), allowed="F,L as in 2,2"
+            ) from None
         return first, last
     if kind == "int" and not isinstance(value, bool | float):
         try:

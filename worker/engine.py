@@ -13,15 +13,12 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 
 import structlog
 import torch
 
-from kvstore.client import Admitted, Attachment, Forked, NewPage, OpenRequest, Refused, Truncated, page_checksum
-from kvstore.geometry import LayerGroup
-from kvstore.retention import pages_for
+from kvstore.client import Attachment, Truncated
 from protos import types_pb2
 from protos.errors import (
     AlreadyExists,
@@ -33,15 +30,13 @@ from protos.errors import (
     WorkerLost,
 )
 from protos.page_hash import PAGE_TOKENS
-from worker import kv_moves
 from worker.config import WorkerConfig
-from worker.due import base_after, needs_pages, seals, worst_pages
-from worker.kv_moves import SealJob, SpanRows
 from worker.kv_view import KvView
-from worker.model_runner import ModelRunner, Step
+from worker.model_runner import ModelRunner
 from worker.sampler import Draw, Drawn, sample
 from worker.scheduler import Work, schedule
 from worker.sequence import Load, Output, Request, Sequence, StepResult, finish_reason, validate
+from worker.sequence_kv import SequenceKv
 from worker.weights import Model
 
 log = structlog.get_logger("engine")
@@ -84,8 +79,8 @@ class Engine:
         torch.set_num_threads(config.num_threads)
         with torch.inference_mode():
             kv = KvView(model.geometry, attachment.arenas, attachment.tails)
-            self._kv = kv
             self._runner = ModelRunner(model.network, kv, deterministic=config.deterministic)
+            self._held = SequenceKv(attachment, kv)
         self.failed = threading.Event()
         self.failure: TailpackError | None = None
         self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
@@ -108,11 +103,6 @@ class Engine:
         self._outputs: list[Output] = []
         self._admission_blocked = False  # the oldest waiting sequence was refused, and nothing was released since
         self._counters = Load()
-        self._geometry = model.geometry
-        self._tailed = [group for group in model.geometry.groups if group.has_tail]
-        self._packed = [group for group in model.geometry.groups if group.packed]
-        self._mode_engaged = False
-        self._mode_missed = False
 
     # --- any thread ---
 
@@ -252,14 +242,19 @@ class Engine:
             self._running,
             prefill_budget=self._config.prefill_chunk,
             deterministic=self._config.deterministic,
-            one_span=self._config.deterministic and bool(self._packed),
+            one_span=self._config.deterministic and self._held.packs,
         )
-        work, new_pages = self._reserve(work)
+        if self._config.admission == "recompute":
+            work = self._grow(work)
         if work:
+            new_pages = self._held.reserve(work)
             self._mark_first_run(work)
             step = self._runner.run(work)
             drawn = sample(step.logits, [_draw(w.sequence) for w in work if w.wants_logits])
-            self._commit(work, step, new_pages, drawn)
+            kept = self._held.keep_rows(work, step, new_pages)
+            ends = self._commit(work, drawn)
+            self._held.publish(work, kept)
+            self._say(ends)
             self._counters.num_steps += 1
             self._counters.last_step_ns = time.monotonic_ns() - began_ns
         self._publish()
@@ -283,36 +278,22 @@ class Engine:
         """Oldest first, and nobody overtakes: else a large sequence would wait for ever behind small ones."""
         while self._waiting and len(self._running) < self._config.max_running and not self._admission_blocked:
             sequence = self._waiting[0]
-            promised = self._first_promise(sequence)
             reuse, exact_only = self._reuse(sequence)
             try:
-                (answer,) = self._attachment.open(
-                    [
-                        OpenRequest(
-                            request_id=sequence.request.request_id,
-                            tenant_salt=sequence.request.tenant,
-                            prompt_token_ids=sequence.token_ids,
-                            max_tokens=promised,
-                            frozen_request=sequence.request.frozen(),
-                            reuse=reuse,
-                            exact_only=exact_only,
-                        )
-                    ]
-                )
+                refused = self._held.open(sequence, self._first_promise(sequence), reuse=reuse, exact_only=exact_only)
             except InvalidRequest as malformed:
                 self._finish(sequence, types_pb2.FINISH_REASON_ERROR, malformed)
                 continue
-            if isinstance(answer, Admitted):
+            if refused is None:
                 self._waiting.popleft()
                 self._running.append(sequence)
-                self._start(sequence, answer, promised)
-            elif (group := self._too_large(sequence)) is not None:
-                pages, total = worst_pages(self._geometry, group, sequence.max_total_tokens), answer.pages_total
+                self._counters.prompt_tokens_cached += min(sequence.num_cached, sequence.num_prompt)
+            elif refused.short_group and refused.pages_needed > refused.pages_total:
                 error = CapacityError(
                     "the sequence is larger than all KV memory of this worker",
                     reason="SEQUENCE_TOO_LARGE",
-                    given=f"{pages} pages of group {group.name!r} at worst",
-                    allowed=f"at most {total} pages, {total * PAGE_TOKENS} tokens",
+                    given=f"{refused.pages_needed} pages of group {refused.short_group!r} at worst",
+                    allowed=f"at most {refused.pages_total} pages, {refused.pages_total * PAGE_TOKENS} tokens",
                     hint="ask for fewer max_tokens, or give the worker more arena_bytes",
                 )
                 self._finish(sequence, types_pb2.FINISH_REASON_ERROR, error)
@@ -321,126 +302,47 @@ class Engine:
 
     def _first_promise(self, sequence: Sequence) -> int:
         """Tokens that pages are promised for at the start. What was dropped once comes back with its worst case."""
-        if self._config.admission == "worst_case" or sequence.num_recomputed or self._too_large(sequence):
-            return sequence.max_total_tokens
-        return min(sequence.max_total_tokens, len(sequence.token_ids) + GROWTH_TOKENS)
+        most = sequence.max_total_tokens
+        if self._config.admission == "worst_case" or sequence.num_dropped or self._held.too_large(most):
+            return most
+        return min(most, len(sequence.token_ids) + GROWTH_TOKENS)
 
     def _reuse(self, sequence: Sequence) -> tuple[bool, bool]:
         """(whether cached prefixes may be used, only exact ones)."""
         asked = sequence.request.reuse
         if asked == types_pb2.PREFIX_REUSE_DEFAULT and self._config.deterministic:
             asked = types_pb2.PREFIX_REUSE_NONE
-        exact_only = asked == types_pb2.PREFIX_REUSE_EXACT or (sequence.num_recomputed > 0 and sequence.prefix_exact)
+        exact_only = asked == types_pb2.PREFIX_REUSE_EXACT or (sequence.num_dropped > 0 and sequence.prefix_exact)
         return asked != types_pb2.PREFIX_REUSE_NONE, exact_only
 
-    def _too_large(self, sequence: Sequence) -> LayerGroup | None:
-        """The group whose arena the sequence's worst case outgrows."""
-        for group in self._geometry.groups:
-            pages = worst_pages(self._geometry, group, sequence.max_total_tokens)
-            if group.has_pages and pages > self._attachment.arenas[group.name].num_pages:
-                return group
-        return None
-
-    def _start(self, sequence: Sequence, admitted: Admitted, promised: int) -> None:
-        """Takes over what is cached of the prompt; the rest is computed from there."""
-        sequence.slot = admitted.slot
-        sequence.num_promised = promised
-        sequence.tail_slots = dict(admitted.tail_slots)
-        sequence.pages = {g.name: list(admitted.pages.get(g.name, ())) for g in self._geometry.groups}
-        sequence.bases = {g.name: admitted.bases.get(g.name, 0) for g in self._geometry.groups}
-        sequence.num_computed = sequence.num_cached = admitted.num_cached
-        sequence.prefix_exact = admitted.prefix_exact
-        sequence.junction = admitted.junction
-        self._counters.prompt_tokens_cached += min(admitted.num_cached, sequence.num_prompt)
-        kv_moves.copy_tails(self._kv, admitted.tail_copies)
-        kv_moves.refill_tails(self._kv, admitted.refills, "resume")
-        self._attachment.control.commit(sequence.slot, sequence.num_computed)
-
-    def _reserve(self, work: list[Work]) -> tuple[list[Work], dict[int, dict[str, list[NewPage]]]]:
-        """Pages for every token of the step, in one call, and none for most steps.
-
-        Returns:
-            The work that can run, and the new pages by slot and group. Those of dense groups are in the page tables.
-        """
-        if self._config.admission == "recompute":
-            work = self._grow(work)
-        wanted = [(w.sequence.slot, w.end, 1) for w in work if needs_pages(self._geometry, w.sequence, w.end, 1)]
-        if not wanted:
-            return work, {}
-        new_pages = self._attachment.reserve(wanted)
-        for w in work:
-            for name, pages in new_pages.get(w.sequence.slot, {}).items():
-                if not self._geometry.group(name).packed:
-                    w.sequence.pages[name] += [page.page_id for page in pages]
-            for group in self._geometry.groups:
-                if group.mode == "dense" and len(w.sequence.pages[group.name]) < pages_for(w.end):
-                    given = len(w.sequence.pages[group.name])
-                    raise InternalError("the kvstore reserved too little", given=given, allowed=pages_for(w.end))
-        return work, new_pages
-
     def _grow(self, work: list[Work]) -> list[Work]:
-        """Promises more to those that outgrow what they have, the oldest first; the youngest is dropped for want of it.
-
-        A sequence grows as a fork of itself with a larger promise: sealed pages are shared for that moment.
+        """Admission "recompute": promises more to those that outgrow what they have, the oldest first. For want of
+        pages the youngest is dropped. Returns the work that is left.
         """
         for w in work:
-            sequence = w.sequence
-            while sequence in self._running and w.end > sequence.num_promised:
-                promised = min(sequence.max_total_tokens, w.end + GROWTH_TOKENS)
-                if not self._regrown(sequence, promised):
+            while w.sequence in self._running and w.end > w.sequence.num_promised:
+                if not self._held.grow(w.sequence, min(w.sequence.max_total_tokens, w.end + GROWTH_TOKENS)):
                     self._drop(self._running[-1])
         return [w for w in work if w.sequence in self._running]
 
-    def _regrown(self, sequence: Sequence, promised: int) -> bool:
-        grown = self._attachment.fork(
-            sequence.slot, sequence.request.request_id, promised, sequence.request.frozen()
-        )
-        if isinstance(grown, Refused):
-            return False
-        self._moved(sequence, grown, promised)
-        return True
-
-    def _moved(self, sequence: Sequence, forked: Forked, promised: int) -> None:
-        """Goes on in the slot of a fork, and lets the old one go."""
-        old = sequence.slot
-        self._adopt_fork(sequence, forked, promised)
-        self._attachment.release([old])
-
-    def _adopt_fork(self, sequence: Sequence, forked: Forked, promised: int) -> None:
-        sequence.slot, sequence.num_promised = forked.slot, promised
-        sequence.pages = {g.name: list(forked.pages.get(g.name, ())) for g in self._geometry.groups}
-        sequence.bases = {g.name: forked.bases.get(g.name, 0) for g in self._geometry.groups}
-        sequence.tail_slots = dict(forked.tail_slots)
-        kv_moves.copy_pages(self._kv, forked.copies)
-        kv_moves.copy_tails(self._kv, forked.tail_copies)
-        control = self._attachment.control
-        control.append_tokens(sequence.slot, sequence.token_ids[control.logged(sequence.slot) :])
-        control.commit(sequence.slot, sequence.num_computed)
-
     def _drop(self, sequence: Sequence) -> None:
-        """Gives up what a running sequence holds; it waits before all others and is computed again."""
+        """Gives up what a running sequence holds; it waits before all others, and is computed again."""
         self._running.remove(sequence)
-        self._attachment.release([sequence.slot])
-        sequence.slot, sequence.num_computed, sequence.num_recomputed = -1, 0, sequence.num_recomputed + 1
+        self._held.release(sequence, keep=False)
+        sequence.slot, sequence.num_computed, sequence.num_dropped = -1, 0, sequence.num_dropped + 1
         self._waiting.appendleft(sequence)
         self._admission_blocked = False
         self._counters.sequences_recomputed += 1
-        log.info("sequence dropped, to be computed again", request_id=sequence.request.request_id)
+        log.info("dropped for want of KV pages, to be computed again", request_id=sequence.request.request_id)
 
     def _mark_first_run(self, work: list[Work]) -> None:
         now_ns = time.monotonic_ns()
         for w in work:
             w.sequence.first_run_ns = w.sequence.first_run_ns or now_ns
 
-    def _commit(
-        self, work: list[Work], step: Step, new_pages: dict[int, dict[str, list[NewPage]]], drawn: list[Drawn]
-    ) -> None:
-        """Rows are computed; now what is packed, the token log, the commit word, whole pages, and what goes out, in this
-        order.
-        """
+    def _commit(self, work: list[Work], drawn: list[Drawn]) -> list[tuple[Sequence, Drawn]]:
+        """Rows are kept; now the token log and the commit word. Returns who got a token."""
         control = self._attachment.control
-        now_ns = time.monotonic_ns()
-        checksums, late = self._keep_rows(work, step, new_pages)
         fresh = iter(drawn)
         ends: list[tuple[Sequence, Drawn]] = []
         for w in work:
@@ -453,9 +355,11 @@ class Engine:
                 control.append_tokens(sequence.slot, [new.token_id])
                 ends.append((sequence, new))
             control.commit(sequence.slot, sequence.num_computed)
-        kv_moves.fill_tails(self._kv, late, step.workspace)
-        self._seal(work, checksums)
-        self._checkpoint(work)
+        return ends
+
+    def _say(self, ends: list[tuple[Sequence, Drawn]]) -> None:
+        """What goes out: tokens that are logged, over rows that are committed."""
+        now_ns = time.monotonic_ns()
         for sequence, new in ends:
             sequence.first_token_ns = sequence.first_token_ns or now_ns
             sequence.last_token_ns = now_ns
@@ -466,126 +370,19 @@ class Engine:
             else:
                 self._finish(sequence, reason, new=new)
 
-    def _keep_rows(
-        self, work: list[Work], step: Step, new_pages: dict[int, dict[str, list[NewPage]]]
-    ) -> tuple[dict[tuple[str, int], int], list[tuple[SpanRows, int]]]:
-        """Packs what is due, then moves prefill rows from the workspace into the tails.
-
-        Returns:
-            Checksums of the pages written, and the tails to fill after the commit: those of a chunk that laps its ring,
-            over rows that the base does not free yet. A slot that was committed further than its ring reaches from its
-            base was cut off just there, so its tail is void.
-        """
-        jobs: list[SealJob] = []
-        soon: list[tuple[SpanRows, int]] = []
-        late: list[tuple[SpanRows, int]] = []
-        for w, workspace_row in zip(work, step.workspace_rows, strict=True):
-            sequence = w.sequence
-            for group in self._tailed:
-                slot = sequence.tail_slots[group.name]
-                rows = SpanRows(group.name, slot, sequence.num_computed, w.count, workspace_row)
-                if pages := new_pages.get(sequence.slot, {}).get(group.name):
-                    jobs.append(SealJob(rows, pages))
-                if workspace_row >= 0:
-                    base = sequence.bases[group.name]
-                    laps = w.end - base > self._geometry.tail_tokens(group)
-                    kept_from = base_after(self._geometry, group, base, w.end, 1)
-                    (late if laps else soon).append((rows, kept_from))
-        checksums = kv_moves.pack(self._kv, jobs, step.workspace)
-        kv_moves.fill_tails(self._kv, soon, step.workspace)
-        return checksums, late
-
-    def _seal(self, work: list[Work], checksums: dict[tuple[str, int], int]) -> None:
-        """Publishes the pages below the bases that move; one call, and none for most steps."""
-        due = [w.sequence for w in work if seals(self._geometry, w.sequence, w.sequence.num_computed, 1)]
-        if not due:
-            return
-        for sequence in due:
-            for group in self._geometry.groups:
-                if group.mode == "dense":
-                    first = sequence.bases[group.name] // PAGE_TOKENS
-                    for page in sequence.pages[group.name][first : sequence.num_computed // PAGE_TOKENS]:
-                        checksums[group.name, page] = page_checksum(self._kv.page_memory(group.name, page))
-        result = self._attachment.seal([(s.slot, s.num_computed, 1) for s in due], checksums)
-        for sequence in due:
-            self._take_bases(sequence, result.bases[sequence.slot], result.first_pages.get(sequence.slot, {}))
-        if self._kv.counters.pages_packed and not self._mode_engaged:
-            self._mode_engaged = True
-            log.info(
-                "KV packing engaged",
-                modes=self._geometry.modes,
-                bytes_per_token=self._geometry.bytes_per_token,
-                dense_window={group.name: group.effective_window for group in self._packed},
-                margin=self._geometry.margin,
-            )
-
-    def _take_bases(self, sequence: Sequence, bases: Mapping[str, int], first_pages: Mapping[str, int]) -> None:
-        """Where the store says that a sequence stands; pages of packed groups follow from the control block."""
-        sequence.bases.update(bases)
-        for group in self._packed:
-            sequence.pages[group.name] = self._attachment.control.sequence_pages(sequence.slot, group.name)
-            num_pages = len(sequence.pages[group.name])
-            if num_pages * PAGE_TOKENS != sequence.bases[group.name]:
-                raise InternalError(
-                    f"pages and base of group {group.name!r} differ",
-                    given=f"{num_pages} pages",
-                    allowed=f"base {sequence.bases[group.name]}",
-                )
-        for name, first in first_pages.items():
-            sequence.pages[name][:first] = [-1] * min(first, len(sequence.pages[name]))
-
-    def _checkpoint(self, work: list[Work]) -> None:
-        """Keeps tails at the ends of prompts and at junctions, where others may resume."""
-        for w in work if self._tailed else ():
-            sequence = w.sequence
-            if sequence.num_computed == sequence.num_prompt:
-                self._keep_tails(sequence, "prompt_end")
-            elif sequence.num_computed == sequence.junction:
-                self._keep_tails(sequence, "junction")
-
-    def _keep_tails(self, sequence: Sequence, kind: str) -> None:
-        """Asks for a checkpoint of what is computed. Beside dense groups it counts only at a page boundary: the rows
-        behind that are in an open page, which is private.
-        """
-        num_tokens = sequence.num_computed
-        if len(self._tailed) < len(self._geometry.groups):
-            num_tokens -= num_tokens % PAGE_TOKENS
-        if num_tokens:
-            kv_moves.copy_tails(self._kv, self._attachment.checkpoint(sequence.slot, num_tokens, kind))
-
     def truncate(self, sequence: Sequence, num_tokens: int) -> Truncated:
-        """Takes a running sequence back to ``num_tokens`` computed tokens; the next one, known already, is computed
-        again. Between steps, on the engine thread; what was emitted stays emitted, so callers draw no tokens twice.
-
-        Raises:
-            PreconditionFailed: what ``Attachment.truncate`` raises. Nothing was changed then.
+        """Takes a running sequence back to ``num_tokens`` computed tokens (``SequenceKv.truncate``), between steps, on
+        the engine thread. What was emitted stays emitted: whoever calls it answers for the tokens behind the cut.
         """
-        truncated = self._attachment.truncate(sequence.slot, num_tokens)
-        kv_moves.copy_pages(self._kv, truncated.copies)
-        kv_moves.copy_tails(self._kv, truncated.tail_copies)
-        kv_moves.refill_tails(self._kv, truncated.refills, "rollback")
-        sequence.num_computed = min(sequence.num_computed, truncated.num_tokens)
-        del sequence.token_ids[num_tokens + 1 :]
-        sequence.bases.update(truncated.bases)
-        control = self._attachment.control
-        for group in self._geometry.groups:
-            sequence.pages[group.name] = control.sequence_pages(sequence.slot, group.name) if group.has_pages else []
-        control.append_tokens(sequence.slot, sequence.token_ids[control.logged(sequence.slot) :])
-        return truncated
+        return self._held.truncate(sequence, num_tokens)
 
     def fork(self, sequence: Sequence, request_id: str) -> Sequence | None:
-        """A second running sequence that stands where ``sequence`` stands; None where there is no room. As
-        ``truncate``.
-        """
-        request = replace(sequence.request, request_id=request_id)
-        forked = self._attachment.fork(sequence.slot, request_id, sequence.max_total_tokens, request.frozen())
-        if isinstance(forked, Refused):
-            return None
-        child = replace(sequence, request=request, token_ids=list(sequence.token_ids))
-        self._adopt_fork(child, forked, sequence.max_total_tokens)
-        with self._lock:
-            self._known[request_id] = child
-        self._running.append(child)
+        """A second running sequence that stands where ``sequence`` stands; None: no room. As ``truncate``."""
+        child = self._held.fork(sequence, request_id)
+        if child is not None:
+            with self._lock:
+                self._known[request_id] = child
+            self._running.append(child)
         return child
 
     def _finish(
@@ -608,10 +405,7 @@ class Engine:
         try:
             if sequence in self._running:
                 self._running.remove(sequence)
-                self._look_at_mode(sequence)
-                if error is None and sequence.num_computed and self._tailed:
-                    self._keep_tails(sequence, "turn_end")
-                self._attachment.release([sequence.slot])
+                self._held.release(sequence, keep=error is None)
                 self._admission_blocked = False
         finally:
             if reason == types_pb2.FINISH_REASON_ABORTED:
@@ -621,20 +415,6 @@ class Engine:
             else:
                 self._counters.sequences_finished += 1
             self._outputs.append(_output(sequence, new, reason, error))
-
-    def _look_at_mode(self, sequence: Sequence) -> None:
-        """Says once when a packed mode was asked for and does not pack."""
-        for group in self._packed:
-            expected = base_after(self._geometry, group, 0, sequence.num_computed, 1)
-            if sequence.bases[group.name] < min(expected, PAGE_TOKENS) and not self._mode_missed:
-                self._mode_missed = True
-                log.warning(
-                    "the KV mode does not engage: a sequence was long enough to be packed, and was not",
-                    modes=self._geometry.modes,
-                    group=group.name,
-                    tokens=sequence.num_computed,
-                    base=sequence.bases[group.name],
-                )
 
     def _end_all(self, error: TailpackError, *, failed: bool) -> None:
         """The engine's end: every sequence hears of it, whatever state it is in."""
@@ -672,28 +452,9 @@ class Engine:
         load.queued_tokens = sum(
             max(0, s.num_prompt - s.num_computed) for sequences in (self._running, self._waiting) for s in sequences
         )
-        load.pages_total, load.pages_free = self._pages()
-        kv = self._kv.counters
-        load.pages_packed, load.pages_relinked = kv.pages_packed, kv.pages_relinked
-        load.rows_dequantised_attention = kv.rows_dequantised["attention"]
-        load.rows_dequantised_rollback = kv.rows_dequantised["rollback"]
-        load.rows_dequantised_resume = kv.rows_dequantised["resume"]
-        load.append_ns, load.seal_ns = kv.append_ns, kv.seal_ns
+        self._held.report(load, self._running)
         with self._lock:
             self._load = load
-
-
-    def _pages(self) -> tuple[int, int]:
-        """(pages, pages neither held nor promised) of the scarcest group; zeros where no group has pages."""
-        scarcest = (0, 0)
-        for group in self._geometry.groups:
-            if group.has_pages:
-                total = self._attachment.arenas[group.name].num_pages
-                promised = sum(worst_pages(self._geometry, group, s.num_promised) for s in self._running)
-                free = max(0, total - promised)
-                if not scarcest[0] or free < scarcest[1]:
-                    scarcest = (total, free)
-        return scarcest
 
 
 def _draw(sequence: Sequence) -> Draw:

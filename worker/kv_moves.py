@@ -121,9 +121,7 @@ def _pack_rows(views: Sequence[RegionView], due: Sequence[tuple[SealJob, NewPage
     pack_pages(page_ids, regions)
 
 
-def _complete(
-    views: Sequence[RegionView], job: SealJob, page: NewPage, split: Split, workspace: Workspace
-) -> None:
+def _complete(views: Sequence[RegionView], job: SealJob, page: NewPage, split: Split, workspace: Workspace) -> None:
     """A page that the cut of a truncate divided: records below the cut are copied, the rest is packed."""
     page_ids = torch.tensor([page.page_id])
     for view in views:

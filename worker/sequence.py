@@ -182,7 +182,7 @@ class Sequence:
     bases: dict[str, int] = field(default_factory=dict)  # layer group -> first token that is not in a sealed page
     tail_slots: dict[str, int] = field(default_factory=dict)  # of groups with a tail
     num_promised: int = 0  # tokens that pages are promised for
-    num_recomputed: int = 0  # times it was dropped for want of pages, to be computed again
+    num_dropped: int = 0  # times that it lost its pages to older sequences, and was computed again
     first_run_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0

@@ -1,8 +1,8 @@
 """Attention of a step's spans over their own sequences, one span at a time.
 
-Dense groups without a window read their pages in place (the flash path). Everything else reads the rows that stay dense
-through ``KvView.span``, packed pages through ``kernels.attention``, and merges the two: one code for every mode, so what
-a mode changes is where rows lie, never how they are read.
+Dense groups without a window read their pages in place (the flash path). Everything else reads the rows that stay
+dense through ``KvView.span``, packed pages through ``kernels.attention``, and merges the two: one code for every mode,
+so what a mode changes is where rows lie, never how they are read.
 
 Partial results are merged by their log-sum-exp (Milakov & Gimelshein 2018; Dao et al. 2022, "FlashAttention", section
 3.1): with o_i, l_i of block i, out = sum_i softmax(l)_i * o_i.
@@ -89,16 +89,12 @@ def _attend_rows(
         seen = place.base
     k_rows, v_rows = (dense_rows(kv, view, place, seen, own, span) for view, own in ((k_view, k), (v_view, v)))
     parts.append(
-        attend_dense(
-            q, k_rows, v_rows, first_position=span.start, first_row=seen, sm_scale=sm_scale, window=window
-        )
+        attend_dense(q, k_rows, v_rows, first_position=span.start, first_row=seen, sm_scale=sm_scale, window=window)
     )
     return merge(parts)
 
 
-def dense_rows(
-    kv: KvView, view: RegionView, place: Place, first: int, own: torch.Tensor, span: Span
-) -> torch.Tensor:
+def dense_rows(kv: KvView, view: RegionView, place: Place, first: int, own: torch.Tensor, span: Span) -> torch.Tensor:
     """[start + T - first, kv_heads, dim]: rows [first, start) as they are kept, then the span's ``own`` [T, ...]."""
     if first == span.start:
         return own

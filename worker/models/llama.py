@@ -126,9 +126,10 @@ class LlamaConfig:
 
 
 def _windows(config: Mapping[str, Any], kind: str, num_layers: int) -> tuple[int, ...]:
-    """Each layer's sliding window; 0: none. Llama has none, mistral has one for all, qwen for the upper layers if asked.
+    """Each layer's sliding window; 0: none.
 
-    A list ``layer_types`` says it layer by layer, where there is one.
+    Llama has none, mistral has one for all, qwen for the upper layers where asked; a list ``layer_types`` says it layer
+    by layer.
     """
     asked = kind == "mistral" or (kind in ("qwen2", "qwen3") and bool(config.get("use_sliding_window", False)))
     if not asked or config.get("sliding_window") is None:

@@ -1,0 +1,307 @@
+"""What the running sequences hold in the kvstore, and the order in which it changes. Used by the engine thread only.
+
+A step goes: ``reserve`` before the rows are computed; ``keep_rows`` after; then the engine logs and commits tokens;
+then ``publish``. A reader after a crash thus never finds a length ahead of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from kvstore.client import Admitted, Attachment, Forked, NewPage, OpenRequest, Refused, Truncated, page_checksum
+from kvstore.geometry import LayerGroup
+from kvstore.retention import pages_for
+from protos.errors import InternalError
+from protos.page_hash import PAGE_TOKENS
+from worker import kv_moves
+from worker.due import base_after, needs_pages, seals, worst_pages
+from worker.kv_moves import SealJob, SpanRows
+from worker.kv_view import KvView
+from worker.model_runner import Step
+from worker.scheduler import Work
+from worker.sequence import Load
+from worker.sequence import Sequence as Seq
+
+log = structlog.get_logger("engine")
+
+NewPages = Mapping[int, Mapping[str, Sequence[NewPage]]]
+"""By slot and group."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What ``keep_rows`` leaves for ``publish``: checksums of pages written, and tails to fill after the commit."""
+
+    checksums: dict[tuple[str, int], int]
+    late: list[tuple[SpanRows, int]]
+    step: Step
+
+
+class SequenceKv:
+    """One attachment and the view of its memory. ``kv.counters`` count what happened to rows."""
+
+    def __init__(self, attachment: Attachment, kv: KvView) -> None:
+        self.kv = kv
+        self._attachment = attachment
+        self._geometry = kv.geometry
+        self._tailed = [group for group in kv.geometry.groups if group.has_tail]
+        self._packed = [group for group in kv.geometry.groups if group.packed]
+        self._mode_engaged = False
+        self._mode_missed = False
+
+    @property
+    def packs(self) -> bool:
+        """Whether any group's mode packs rows."""
+        return bool(self._packed)
+
+    # --- the ends of a sequence ---
+
+    def open(self, opened: Seq, promised: int, *, reuse: bool, exact_only: bool) -> Refused | None:
+        """Admits a sequence and takes over what is cached of its tokens; the rest is computed from there.
+
+        Args:
+            promised: tokens that pages are promised for.
+
+        Raises:
+            InvalidRequest, TooLarge: the store does not take it.
+        """
+        request = OpenRequest(
+            request_id=opened.request.request_id,
+            tenant_salt=opened.request.tenant,
+            prompt_token_ids=opened.token_ids,
+            max_tokens=promised,
+            frozen_request=opened.request.frozen(),
+            reuse=reuse,
+            exact_only=exact_only,
+        )
+        (answer,) = self._attachment.open([request])
+        if isinstance(answer, Refused):
+            return answer
+        self._take(opened, answer, promised)
+        opened.num_computed = opened.num_cached = answer.num_cached
+        opened.prefix_exact, opened.junction = answer.prefix_exact, answer.junction
+        kv_moves.copy_tails(self.kv, answer.tail_copies)
+        kv_moves.refill_tails(self.kv, answer.refills, "resume")
+        return None
+
+    def release(self, ended: Seq, *, keep: bool) -> None:
+        """Gives up what a sequence holds. ``keep``: its tails are kept first, for a next turn to go on exactly."""
+        self._look_at_mode(ended)
+        if keep and ended.num_computed:
+            self._keep_tails(ended, "turn_end")
+        self._attachment.release([ended.slot])
+
+    def too_large(self, num_tokens: int) -> LayerGroup | None:
+        """The group whose arena a sequence of so many tokens outgrows."""
+        for group in self._geometry.groups:
+            if group.has_pages and worst_pages(self._geometry, group, num_tokens) > self._num_pages(group):
+                return group
+        return None
+
+    # --- a step ---
+
+    def reserve(self, work: Sequence[Work]) -> NewPages:
+        """Pages for every token of the step, in one call, and none for most steps.
+
+        Returns:
+            The new pages; those of dense groups are in the page tables already.
+        """
+        wanted = [(w.sequence.slot, w.end, 1) for w in work if needs_pages(self._geometry, w.sequence, w.end, 1)]
+        if not wanted:
+            return {}
+        new_pages = self._attachment.reserve(wanted)
+        for w in work:
+            for name, pages in new_pages.get(w.sequence.slot, {}).items():
+                if not self._geometry.group(name).packed:
+                    w.sequence.pages[name] += [page.page_id for page in pages]
+            for group in self._geometry.groups:
+                if group.mode == "dense" and len(w.sequence.pages[group.name]) < pages_for(w.end):
+                    given = len(w.sequence.pages[group.name])
+                    raise InternalError("the kvstore reserved too little", given=given, allowed=pages_for(w.end))
+        return new_pages
+
+    def keep_rows(self, work: Sequence[Work], step: Step, new_pages: NewPages) -> Kept:
+        """Packs what is due, then moves prefill rows from the workspace into the tails.
+
+        A chunk that laps its ring would overwrite rows that the base does not free before ``publish``; it waits until
+        its length is committed. So a slot that is committed further than its ring reaches from its base was cut off
+        just there: its tail is void, and it is to be computed again.
+        """
+        jobs: list[SealJob] = []
+        soon: list[tuple[SpanRows, int]] = []
+        late: list[tuple[SpanRows, int]] = []
+        for w, workspace_row in zip(work, step.workspace_rows, strict=True):
+            for group in self._tailed:
+                slot, base = w.sequence.tail_slots[group.name], w.sequence.bases[group.name]
+                rows = SpanRows(group.name, slot, w.sequence.num_computed, w.count, workspace_row)
+                if pages := new_pages.get(w.sequence.slot, {}).get(group.name):
+                    jobs.append(SealJob(rows, pages))
+                if workspace_row >= 0:
+                    laps = w.end - base > self._geometry.tail_tokens(group)
+                    (late if laps else soon).append((rows, base_after(self._geometry, group, base, w.end, 1)))
+        checksums = kv_moves.pack(self.kv, jobs, step.workspace)
+        kv_moves.fill_tails(self.kv, soon, step.workspace)
+        return Kept(checksums, late, step)
+
+    def publish(self, work: Sequence[Work], kept: Kept) -> None:
+        """After the commit: moves bases over what is packed or whole, one call, and none for most steps."""
+        kv_moves.fill_tails(self.kv, kept.late, kept.step.workspace)
+        self._seal(
+            [w.sequence for w in work if seals(self._geometry, w.sequence, w.sequence.num_computed, 1)], kept.checksums
+        )
+        for w in work if self._tailed else ():
+            if w.sequence.num_computed == w.sequence.num_prompt:
+                self._keep_tails(w.sequence, "prompt_end")
+            elif w.sequence.num_computed == w.sequence.junction:
+                self._keep_tails(w.sequence, "junction")
+
+    def _seal(self, due: Sequence[Seq], checksums: dict[tuple[str, int], int]) -> None:
+        if not due:
+            return
+        for each in due:
+            for group in self._geometry.groups:
+                if group.mode == "dense":
+                    first = each.bases[group.name] // PAGE_TOKENS
+                    for page in each.pages[group.name][first : each.num_computed // PAGE_TOKENS]:
+                        checksums[group.name, page] = page_checksum(self.kv.page_memory(group.name, page))
+        result = self._attachment.seal([(each.slot, each.num_computed, 1) for each in due], checksums)
+        for each in due:
+            each.bases.update(result.bases[each.slot])
+            self._read_pages(each, self._packed)
+        if self.kv.counters.pages_packed and not self._mode_engaged:
+            self._mode_engaged = True
+            log.info(
+                "KV packing engaged",
+                modes=self._geometry.modes,
+                bytes_per_token=self._geometry.bytes_per_token,
+                dense_window={group.name: group.effective_window for group in self._packed},
+                margin=self._geometry.margin,
+            )
+
+    def _keep_tails(self, kept: Seq, kind: str) -> None:
+        """Asks for a checkpoint of what is computed. Beside dense groups it counts only at a page boundary: the rows
+        behind that are in an open page, which is private.
+        """
+        num_tokens = kept.num_computed
+        if len(self._tailed) < len(self._geometry.groups):
+            num_tokens -= num_tokens % PAGE_TOKENS
+        if num_tokens and self._tailed:
+            kv_moves.copy_tails(self.kv, self._attachment.checkpoint(kept.slot, num_tokens, kind))
+
+    # --- going back, and going on twice ---
+
+    def truncate(self, cut: Seq, num_tokens: int) -> Truncated:
+        """Takes a sequence back to ``num_tokens`` computed tokens; the next one, known already, is computed again.
+
+        Raises:
+            PreconditionFailed, CapacityError: what ``Attachment.truncate`` raises. Nothing was changed then.
+        """
+        truncated = self._attachment.truncate(cut.slot, num_tokens)
+        kv_moves.copy_pages(self.kv, truncated.copies)
+        kv_moves.copy_tails(self.kv, truncated.tail_copies)
+        kv_moves.refill_tails(self.kv, truncated.refills, "rollback")
+        cut.num_computed = min(cut.num_computed, truncated.num_tokens)
+        del cut.token_ids[num_tokens + 1 :]
+        cut.bases.update(truncated.bases)
+        self._read_pages(cut, self._geometry.groups)
+        self._log_tokens(cut)
+        return truncated
+
+    def fork(self, parent: Seq, request_id: str) -> Seq | None:
+        """A second sequence that stands where ``parent`` stands, with its worst case promised; None: no room."""
+        promised = parent.max_total_tokens
+        request = replace(parent.request, request_id=request_id)
+        forked = self._attachment.fork(parent.slot, request_id, promised, request.frozen())
+        if isinstance(forked, Refused):
+            return None
+        child = replace(parent, request=request, token_ids=list(parent.token_ids))
+        self._take(child, forked, promised)
+        self._fill_fork(child, forked)
+        return child
+
+    def grow(self, grown: Seq, promised: int) -> bool:
+        """Promises more to a running sequence; False where there is no room.
+
+        It becomes a fork of itself with a larger promise: sealed pages are shared for that moment, open ones and tails
+        are copied.
+        """
+        old = grown.slot
+        forked = self._attachment.fork(old, grown.request.request_id, promised, grown.request.frozen())
+        if isinstance(forked, Refused):
+            return False
+        self._take(grown, forked, promised)
+        self._fill_fork(grown, forked)
+        self._attachment.release([old])
+        return True
+
+    def _take(self, taken: Seq, held: Admitted | Forked, promised: int) -> None:
+        taken.slot, taken.num_promised = held.slot, promised
+        taken.pages = {g.name: list(held.pages.get(g.name, ())) for g in self._geometry.groups}
+        taken.bases = {g.name: held.bases.get(g.name, 0) for g in self._geometry.groups}
+        taken.tail_slots = dict(held.tail_slots)
+
+    def _fill_fork(self, child: Seq, forked: Forked) -> None:
+        kv_moves.copy_pages(self.kv, forked.copies)
+        kv_moves.copy_tails(self.kv, forked.tail_copies)
+        self._log_tokens(child)
+        self._attachment.control.commit(child.slot, child.num_computed)
+
+    def _log_tokens(self, logged: Seq) -> None:
+        """Logs what is known of a sequence and not in its log."""
+        control = self._attachment.control
+        control.append_tokens(logged.slot, logged.token_ids[control.logged(logged.slot) :])
+
+    def _read_pages(self, read: Seq, groups: Sequence[LayerGroup]) -> None:
+        """Takes page tables from the control block, where the store wrote them before it answered."""
+        for group in groups:
+            if not group.has_pages:
+                continue
+            pages = read.pages[group.name] = self._attachment.control.sequence_pages(read.slot, group.name)
+            if group.packed and len(pages) * PAGE_TOKENS != read.bases[group.name]:
+                raise InternalError(
+                    f"pages and base of layer group {group.name!r} differ",
+                    given=f"{len(pages)} pages",
+                    allowed=f"base {read.bases[group.name]}",
+                )
+
+    # --- what is said about it ---
+
+    def report(self, load: Load, running: Sequence[Seq]) -> None:
+        """Fills in the KV fields of a load."""
+        load.pages_total, load.pages_free = self._pages(running)
+        counters = self.kv.counters
+        load.pages_packed, load.pages_relinked = counters.pages_packed, counters.pages_relinked
+        load.rows_dequantised_attention = counters.rows_dequantised["attention"]
+        load.rows_dequantised_rollback = counters.rows_dequantised["rollback"]
+        load.rows_dequantised_resume = counters.rows_dequantised["resume"]
+        load.append_ns, load.seal_ns = counters.append_ns, counters.seal_ns
+
+    def _pages(self, running: Sequence[Seq]) -> tuple[int, int]:
+        """(pages, pages not promised to those that run) of the scarcest group; zeros where no group has pages."""
+        scarcest = (0, 0)
+        for group in self._geometry.groups:
+            if group.has_pages:
+                total = self._num_pages(group)
+                free = max(0, total - sum(worst_pages(self._geometry, group, s.num_promised) for s in running))
+                if not scarcest[0] or free < scarcest[1]:
+                    scarcest = (total, free)
+        return scarcest
+
+    def _num_pages(self, group: LayerGroup) -> int:
+        return self._attachment.arenas[group.name].num_pages
+
+    def _look_at_mode(self, ended: Seq) -> None:
+        """Says once when a packed mode was asked for and does not pack."""
+        for group in self._packed:
+            expected = base_after(self._geometry, group, 0, ended.num_computed, 1)
+            if expected and not ended.bases[group.name] and not self._mode_missed:
+                self._mode_missed = True
+                log.warning(
+                    "the KV mode does not engage: a sequence was long enough to be packed, and was not",
+                    modes=self._geometry.modes,
+                    group=group.name,
+                    num_tokens=ended.num_computed,
+                )
