@@ -12,7 +12,7 @@ may come back (the next such prompt computes it again), and the LRU bounds what 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -173,6 +173,8 @@ class CheckpointCache:
         filed = [c for at_page in self._by_page.values() for c in at_page.by_tokens.values()]
         if {id(c) for c in filed} != {id(c) for c in self._lru.values()} or len(filed) != len(self._lru):
             raise InternalError("checkpoints by page differ from the LRU")
+        if any(at_page.lengths != Counter(map(len, at_page.by_tokens)) for at_page in self._by_page.values()):
+            raise InternalError("lengths of checkpoints are miscounted")
         if any(_key(c) != key for key, c in self._lru.items()):
             raise InternalError("a checkpoint is filed under another key")
 

@@ -214,6 +214,7 @@ def test_misuse_is_a_bug() -> None:
         lambda k: k._free.append(k._free[0]),
         lambda k: k._free.__setitem__(0, k.checkpoints[0].slots),
         lambda k: k._by_page.clear(),
+        lambda k: next(iter(k._by_page.values())).lengths.update({11: 1}),
         lambda k: setattr(k.checkpoints[0], "tokens", (1, 2, 3)),
     ],
 )

@@ -210,6 +210,22 @@ def test_a_restart_at_the_same_address_leaves_no_credit() -> None:
     assert reader.needs_snapshot
 
 
+def test_a_new_life_is_known_by_its_name_alone() -> None:
+    # The one batch that was flagged as lost is lost itself, and the new life counts on from where the reader stands.
+    log, reader = EventLog("one", 100), Reader()
+    log.added("full", name(1))
+    reader.take(log.snapshot({"full": [name(1)]}))
+    log = EventLog("two", 100)
+    log.added("full", name(2))
+    assert log.since("one", reader.cursor).lost
+    log.added("full", name(3))
+    batch = log.since("two", reader.cursor)
+    assert (batch.first, batch.lost) == (reader.cursor, False)
+    reader.apply(batch)
+    assert reader.pages == set()
+    assert reader.needs_snapshot
+
+
 def test_a_flush_leaves_no_credit() -> None:
     log = EventLog("one", 100)
     index = PrefixIndex(["full", "window"], events=log)

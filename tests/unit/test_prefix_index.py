@@ -372,6 +372,20 @@ def test_memory_is_flat_over_random_prefixes() -> None:
     assert max(sizes) <= 1.25 * sizes[0], f"seed {seed}: {sizes}"
 
 
+def test_pages_that_are_removed_and_not_evicted_leave_nothing_behind() -> None:
+    pages = index()
+    add(pages, "k", 10_000)
+    for number in range(5_000):
+        pages.add("full", number.to_bytes(16, "big"), number, parent=ROOT, exact=number % 2 == 0)
+        pages.unpin("full", [number])
+        assert pages.remove("full", number)
+    group = pages._groups["full"]
+    sizes = [len(x) for x in (group.cached, group.page_of, group.inexact, group.children, group.idle_children)]
+    assert sizes == [1, 1, 0, 1, 0]
+    assert len(group.queue) <= 100
+    pages.check()
+
+
 # --- against an oracle that searches for everything ---
 
 
