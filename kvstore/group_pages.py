@@ -45,7 +45,7 @@ class GroupPages:
 
     pages[i] holds tokens [128 i, 128 (i + 1)); NO_PAGE before ``first_page``. handed: pages reserved for the next seal,
     by index. promised: pages set aside in the PageTable. lossy_end: tail rows [base, lossy_end) were dequantised.
-    high: the greatest length whose rows were written; a ring still has token t while t >= high - tail_tokens.
+    ring_first: the rings still hold every token from here on (of groups with pending rows, which may need old ones).
     """
 
     group: LayerGroup
@@ -59,7 +59,7 @@ class GroupPages:
     handed: dict[int, NewPage] = field(default_factory=dict)
     promised: int = 0
     lossy_end: int = 0
-    high: int = 0
+    ring_first: int = 0
 
     @staticmethod
     def empty(group: LayerGroup, geometry: CacheGeometry, max_tokens: int) -> GroupPages:
@@ -111,6 +111,10 @@ class GroupPages:
             return range(0)
         floor = retention_floor(num_tokens, step_tokens, self.group.retained_window, self.margin)
         return range(self.first_page, max(self.first_page, min(floor // PAGE_TOKENS, len(self.pages))))
+
+    def written(self, length: int) -> None:
+        """Rows up to ``length`` have been written, over those a ring's length before."""
+        self.ring_first = max(self.ring_first, length - self.tail_tokens)
 
     def tail_is_lossy(self, num_tokens: int) -> bool:
         """Whether the dense window of the token at ``num_tokens`` has dequantised rows in it."""
@@ -198,4 +202,4 @@ def cut_packed(state: GroupPages, num_tokens: int, kept_base: int | None = None)
 
 def pending_is_there(state: GroupPages, num_tokens: int) -> bool:
     """Whether the rows that wait for their partial group at ``num_tokens`` are still in the ring."""
-    return max(0, num_tokens - PENDING_REACH) >= state.high - state.tail_tokens or num_tokens == 0
+    return max(0, num_tokens - PENDING_REACH) >= state.ring_first or num_tokens == 0

@@ -17,13 +17,12 @@ _NO_HASH = bytes(16)
 
 @dataclass(frozen=True)
 class KeptTails:
-    """What the tail slots of a checkpoint hold, by group: the base, the end of dequantised rows, the greatest length
-    written (see ``GroupPages``). ``inexact_from``: first token computed after an inexact resume.
+    """What the tail slots of a checkpoint hold, by group: the base and the first token of the rings (see
+    ``GroupPages``); no row was dequantised. ``inexact_from``: first token computed after an inexact resume.
     """
 
     bases: Mapping[str, int]
-    lossy_ends: Mapping[str, int]
-    highs: Mapping[str, int]
+    ring_firsts: Mapping[str, int]
     inexact_from: int | None = None
 
 
@@ -36,7 +35,7 @@ class GroupMatch:
     shadows: Mapping[int, int] = field(default_factory=dict)
     refill: tuple[int, int, list[int]] | None = None  # first token, tokens, pages
     lossy_end: int = 0
-    high: int = 0
+    ring_first: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,23 +138,20 @@ class _Finder:
             base = kept.bases[group.name] if group.mode != "dense" else num_tokens
             if group.mode != "dense" and not is_dense_again(num_tokens, base, group.effective_window):
                 return None
-            high = kept.highs.get(group.name, 0)
-            if group.has_pending and max(0, num_tokens - PENDING_REACH) < high - self._geometry.tail_tokens(group):
+            ring_first = kept.ring_firsts.get(group.name, 0)
+            if group.has_pending and max(0, num_tokens - PENDING_REACH) < ring_first:
                 return None
             indices = range(self._first(group, num_tokens), base // PAGE_TOKENS) if group.has_pages else range(0)
             found = self._index.pages(group.name, [self._hashes[i] for i in indices]) if indices else None
             if indices and found is None:
                 return None
             pages = [NO_PAGE] * indices.start + found.pages if found else []
-            lossy_end = min(kept.lossy_ends.get(group.name, 0), num_tokens)
-            matches[group.name] = GroupMatch(pages, base, lossy_end=lossy_end, high=high)
+            matches[group.name] = GroupMatch(pages, base, ring_first=ring_first)
             needed[group.name] = indices
         marked = self._first_inexact(needed)
         inexact = [] if marked is None else [marked * PAGE_TOKENS]
         if kept.inexact_from is not None and kept.inexact_from < num_tokens:
             inexact.append(kept.inexact_from)
-        if any(match.lossy_end > match.base for match in matches.values()):
-            inexact.append(num_tokens)
         return Match(num_tokens, matches, checkpoint, min(inexact, default=None)) if num_tokens else None
 
     def _from_pages(self, group: LayerGroup, num_tokens: int) -> GroupMatch:
@@ -163,14 +159,16 @@ class _Finder:
         found = self._index.pages(group.name, self._hashes[first:last])
         pages = [NO_PAGE] * first + (found.pages if found else [])
         if group.mode == "dense":
-            return GroupMatch(pages, num_tokens, high=num_tokens)
+            return GroupMatch(pages, num_tokens, ring_first=num_tokens)
         base = dense_base(num_tokens, group.effective_window, self._geometry.margin)
         behind = pages[base // PAGE_TOKENS :]
         refill = (base, num_tokens - base, behind)
         # Pages that sealing will never reach are read once, for the refill, and not held.
         worst = worst_pages(group, self._geometry.margin, self._max_tokens)
         shadows = {i: pages[i] for i in range(base // PAGE_TOKENS, min(last, worst))}
-        return GroupMatch(pages[: base // PAGE_TOKENS], base, shadows, refill, lossy_end=num_tokens, high=num_tokens)
+        return GroupMatch(
+            pages[: base // PAGE_TOKENS], base, shadows, refill, lossy_end=num_tokens, ring_first=num_tokens
+        )
 
     def _first(self, group: LayerGroup, num_tokens: int) -> int:
         """Index of the first page that a sequence of ``num_tokens`` tokens needs."""

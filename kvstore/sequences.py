@@ -379,7 +379,7 @@ class SequenceTable:
                 self._settle(name, state)
             if state.lossy_end <= state.base:
                 state.lossy_end = 0
-            state.high = max(state.high, num_tokens)
+            state.written(num_tokens)
         return sealed
 
     def _seal_page(self, sequence: SequencePages, name: str, state: GroupPages, index: int) -> SealedPage:
@@ -453,7 +453,7 @@ class SequenceTable:
                 allowed=f"0 to {length}",
             )
         for state in sequence.groups.values():
-            state.high = max(state.high, length)
+            state.written(length)
         cuts, checkpoint = self._plan_truncate(sequence, num_tokens, tokens)
         if checkpoint:
             num_tokens = checkpoint.num_tokens
@@ -564,7 +564,7 @@ class SequenceTable:
             shadows=cut.shadows,
             promised=state.promised,
             lossy_end=state.lossy_end,
-            high=state.high,
+            ring_first=state.ring_first,
         )
 
     def _apply(self, sequence: SequencePages, cuts: Mapping[str, Cut], num_tokens: int) -> None:
@@ -572,8 +572,9 @@ class SequenceTable:
             old = sequence.groups[name]
             state = sequence.groups[name] = self._after(old, cut)
             if cut.refill:
-                state.lossy_end = cut.refill[0] + cut.refill[1]
+                state.lossy_end = max(state.lossy_end, cut.refill[0] + cut.refill[1])
             state.lossy_end = min(state.lossy_end, num_tokens)
+            state.ring_first = min(state.ring_first, num_tokens)
             if state.lossy_end <= state.base:
                 state.lossy_end = 0
             if not state.group.has_pages:
@@ -594,7 +595,7 @@ class SequenceTable:
         kept = self._kept_tails[next(iter(checkpoint.slots.values()))]
         for name in checkpoint.slots:
             state = sequence.groups[name]
-            state.high, state.lossy_end = kept.highs[name], kept.lossy_ends[name]
+            state.ring_first, state.lossy_end = kept.ring_firsts[name], 0
         if kept.inexact_from is not None:
             sequence.inexact_from = _least(sequence.inexact_from, kept.inexact_from)
         self.checkpoints.pin(checkpoint)
@@ -623,7 +624,7 @@ class SequenceTable:
         parent = self.sequence(slot)
         self.demand_valid(length, max_tokens)
         states = {name: self._forked(state, max_tokens, length) for name, state in parent.groups.items()}
-        refused = self._refusal(states)
+        refused = self._refusal(states) or self._reopened(parent)
         if refused:
             return refused
         child = SequencePages(
@@ -657,6 +658,14 @@ class SequenceTable:
             self._tail_slots(child.slot),
         )
 
+    def _reopened(self, parent: SequencePages) -> Refused | None:
+        """A page that is completed in place cannot be shared; there was no other, so there is no room for a fork."""
+        for name, state in parent.groups.items():
+            if any(shadow.reopened for shadow in unhanded(state)[1].values()):
+                table = self.groups[name]
+                return Refused(name, state.worst, table.num_available, table.num_pages)
+        return None
+
     def _forked(self, state: GroupPages, max_tokens: int, length: int) -> GroupPages:
         _, shadows = unhanded(state)
         worst = max(worst_pages(state.group, state.margin, max_tokens), state.num_sealed)
@@ -669,16 +678,15 @@ class SequenceTable:
             base=state.base,
             first_page=state.first_page,
             shadows={
-                index: Shadow(shadow.page, shadow.num_tokens)
-                for index, shadow in shadows.items()
-                if index < worst and not shadow.reopened
+                index: Shadow(shadow.page, shadow.num_tokens) for index, shadow in shadows.items() if index < worst
             },
             lossy_end=state.lossy_end,
-            high=max(state.high, length),
+            ring_first=state.ring_first,
         )
 
     def checkpoint(self, slot: int, num_tokens: int, kind: str, tokens: Tokens) -> list[TailCopy]:
-        """Keeps the tails of a sequence of ``num_tokens`` tokens. No copies: no budget, or an equal one is there.
+        """Keeps the tails of a sequence of ``num_tokens`` tokens. No copies: no budget, an equal one is there, or a tail
+        has dequantised rows (resuming from pages gives as much).
 
         Raises:
             NotFound: UNKNOWN_SLOT. InvalidRequest: UNKNOWN_CHECKPOINT_KIND, or no tokens. PreconditionFailed:
@@ -693,7 +701,7 @@ class SequenceTable:
                 given=f"{kind!r} at {num_tokens} tokens",
                 allowed=f"{', '.join(CHECKPOINT_KINDS)}; 1 token or more",
             )
-        if not self.checkpoints.budget:
+        if not self.checkpoints.budget or any(sequence.groups[name].lossy_end for name in self._tailed):
             return []
         for name in self._tailed:
             state = sequence.groups[name]
@@ -708,15 +716,13 @@ class SequenceTable:
                 )
         log = list(tokens(0, num_tokens))
         hashes = list(page_hashes(log, salt=sequence.salt, **self._digests))
-        inexact = sequence.inexact_from is not None and sequence.inexact_from < num_tokens
-        exact = not inexact and not any(sequence.groups[name].tail_is_lossy(num_tokens) for name in self._tailed)
+        exact = sequence.inexact_from is None or sequence.inexact_from >= num_tokens
         checkpoint = self.checkpoints.put(sequence.salt, hashes, log, exact=exact, kind=known)
         if checkpoint is None:
             return []
         kept = KeptTails(
             bases={name: sequence.groups[name].base for name in self._tailed},
-            lossy_ends={name: sequence.groups[name].lossy_end for name in self._tailed},
-            highs={name: max(sequence.groups[name].high, num_tokens) for name in self._tailed},
+            ring_firsts={name: sequence.groups[name].ring_first for name in self._tailed},
             inexact_from=sequence.inexact_from,
         )
         for tail_slot in checkpoint.slots.values():
@@ -824,7 +830,7 @@ def _adopt(state: GroupPages, found: GroupMatch) -> None:
     state.first_page = found.pages.count(NO_PAGE)
     state.shadows = {index: Shadow(page, PAGE_TOKENS) for index, page in found.shadows.items()}
     state.lossy_end = found.lossy_end if found.lossy_end > found.base else 0
-    state.high = found.high
+    state.ring_first = found.ring_first
 
 
 def _least(one: int | None, two: int) -> int:
