@@ -685,8 +685,8 @@ class SequenceTable:
         )
 
     def checkpoint(self, slot: int, num_tokens: int, kind: str, tokens: Tokens) -> list[TailCopy]:
-        """Keeps the tails of a sequence of ``num_tokens`` tokens. No copies: no budget, an equal one is there, or a tail
-        has dequantised rows (resuming from pages gives as much).
+        """Keeps the tails of a sequence of ``num_tokens`` tokens. No copies: no budget, an equal one is kept, or tails
+        have dequantised rows (resuming from pages gives as much).
 
         Raises:
             NotFound: UNKNOWN_SLOT. InvalidRequest: UNKNOWN_CHECKPOINT_KIND, or no tokens. PreconditionFailed:

@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.geometry import ITEM_BYTES, LAYOUT_VERSION, PLANE_ALIGNMENT, CacheGeometry, LayerGroup, Region
-from protos.errors import ConfigError
+from kernels.page_layout import PLANE_ALIGNMENT
+from kernels.widths import PRESETS
+from kvstore.geometry import (
+    ITEM_BYTES,
+    LAYOUT_VERSION,
+    CacheGeometry,
+    LayerGroup,
+    Region,
+    apply_mode,
+    demand_same_geometry,
+)
+from protos.errors import ConfigError, PreconditionFailed
 
 
 def llama(num_layers: int = 30, heads: int = 3, dim: int = 64, dtype: str = "float32") -> CacheGeometry:
@@ -18,28 +28,31 @@ def llama(num_layers: int = 30, heads: int = 3, dim: int = 64, dtype: str = "flo
 
 
 @st.composite
-def geometries(draw: st.DrawFn) -> CacheGeometry:
+def geometries(draw: st.DrawFn, packed: bool = True) -> CacheGeometry:
     region = st.builds(
         Region,
         layer=st.integers(0, 40),
-        kind=st.sampled_from(["k", "v", "index_key"]),
+        kind=st.sampled_from(["k", "v", "index_key", "raw"]),
         heads=st.integers(1, 8),
-        dim=st.sampled_from([1, 40, 64, 80, 96, 112, 128, 256, 512, 513]),
+        dim=st.sampled_from([8, 40, 64, 80, 96, 100, 112, 128, 256, 512, 513]),
         dtype=st.sampled_from(sorted(ITEM_BYTES)),
         ratio=st.sampled_from([1, 4, 128]),
     )
+    modes = ["dense"]
+    if packed:
+        modes += ["fp8", "window", *(f"turboquant {name}" for name in PRESETS)]
     names = draw(st.lists(st.sampled_from(["full", "window", "raw", "csa"]), min_size=1, max_size=3, unique=True))
-    return CacheGeometry(
-        tuple(
-            LayerGroup(
-                name,
-                tuple(draw(st.lists(region, min_size=1, max_size=6, unique_by=lambda r: (r.layer, r.kind)))),
-                window=draw(st.sampled_from([0, 128, 4096])),
-            )
-            for name in names
-        ),
-        margin=draw(st.integers(0, 64)),
-    )
+    groups = []
+    for name in names:
+        mode, _, preset = draw(st.sampled_from(modes)).partition(" ")
+        regions = tuple(draw(st.lists(region, min_size=1, max_size=6, unique_by=lambda r: (r.layer, r.kind))))
+        if draw(st.booleans()):
+            regions += (Region(41, "pending", 1, 64, "float32", tail_only=True),)
+        window = draw(st.sampled_from([100, 128, 4096] if mode == "window" else [0, 128, 4096]))
+        groups.append(
+            LayerGroup(name, regions, mode, preset, window, dense_window=draw(st.sampled_from([64, 128, 256])))
+        )
+    return CacheGeometry(tuple(groups), margin=draw(st.integers(0, 64)), max_step_tokens=draw(st.integers(1, 20)))
 
 
 def test_page_bytes_of_a_plain_model() -> None:
@@ -48,16 +61,17 @@ def test_page_bytes_of_a_plain_model() -> None:
     assert llama(dtype="bfloat16").bytes_per_token == 30 * 2 * 3 * 64 * 2
 
 
-@given(geometries())
+@given(geometries(packed=False))
 def test_planes_are_aligned_in_order_and_do_not_overlap(geometry: CacheGeometry) -> None:
     for group in geometry.groups:
         end = 0
-        for plane, region in zip(group.planes(), group.regions, strict=True):
+        for plane, region in zip(group.planes(), group.paged_regions, strict=True):
             assert plane.region == region
             assert plane.offset % PLANE_ALIGNMENT == 0
             assert end <= plane.offset < end + PLANE_ALIGNMENT
             assert plane.shape == (128 // region.ratio, region.heads, region.dim)
             assert plane.num_bytes == 128 // region.ratio * region.heads * region.dim * ITEM_BYTES[region.dtype]
+            assert plane.strides[0] == region.heads * plane.strides[1] == region.heads * region.dim * plane.strides[2]
             end = plane.offset + plane.num_bytes
         assert end <= group.page_bytes < end + PLANE_ALIGNMENT
         assert group.page_bytes % PLANE_ALIGNMENT == 0
@@ -77,7 +91,7 @@ def test_digests_are_equal_exactly_where_geometries_are(one: CacheGeometry, two:
 
 def test_digest_is_frozen() -> None:
     # Workers and stores of different builds compare it; a changed layout needs a new LAYOUT_VERSION.
-    assert llama().digest().hex() == "eaa5af92daebb777ec51641dccbff998"
+    assert llama().digest().hex() == "9d0f1e3634343980df72fa8ea813abdb"
 
 
 @pytest.mark.parametrize(
@@ -89,12 +103,13 @@ def test_digest_is_frozen() -> None:
         {"dim": 128},
         {"dtype": "bfloat16"},
         {"ratio": 4},
+        {"tail_only": True},
     ],
 )
 def test_digest_covers_every_field_of_a_region(change: dict[str, object]) -> None:
     region = Region(0, "k", 4, 64, "float16")
     changed = dataclasses.replace(region, **change)  # type: ignore[arg-type]
-    assert _digest(region) != _digest(changed)
+    assert _digest(region, other=True) != _digest(changed, other=True)
 
 
 def test_digest_covers_group_and_geometry_fields() -> None:
@@ -127,7 +142,7 @@ def test_layers_of_different_width_and_k_unlike_v() -> None:
         (lambda: LayerGroup("full", ()), "no regions"),
         (lambda: LayerGroup("", (Region(0, "k", 1, 64, "float32"),)), "name is malformed"),
         (lambda: LayerGroup("a\ngroup b", (Region(0, "k", 1, 64, "float32"),)), "name is malformed"),
-        (lambda: LayerGroup("full", (Region(0, "k", 1, 64, "float32"),), mode="turboquant"), "is not built"),
+        (lambda: LayerGroup("full", (Region(0, "k", 1, 64, "float32"),), mode="zip"), "is unknown"),
         (lambda: LayerGroup("full", (Region(0, "k", 1, 64, "float32"),), window=-1), "is negative"),
         (lambda: LayerGroup("full", (Region(0, "k", 1, 64, "float32"),) * 2), "names a region twice"),
         (lambda: CacheGeometry(()), "layer groups of different names"),
@@ -143,12 +158,172 @@ def test_what_is_refused_by_name(build: object, words: str) -> None:
 def test_summary_and_description_name_the_sizes() -> None:
     assert "30 layers, dense, 5898240 B/page" in llama().summary()
     assert llama(num_layers=1).describe().splitlines() == [
-        "layout 1 page 128 margin 16",
-        "group full mode dense window 0 page_bytes 196608",
-        "  0.k ratio 1 3x64 float32 at 0",
-        "  0.v ratio 1 3x64 float32 at 98304",
+        "layout 2 planes 1 page 128 margin 16 step 9",
+        "group full mode dense preset - window 0 dense_window 128 page_bytes 196608 tail 0 tokens 0 bytes",
+        "  page 0.k rows ratio 1 3x64 float32 dense at 0",
+        "  page 0.v rows ratio 1 3x64 float32 dense at 98304",
     ]
 
 
-def _digest(region: Region) -> bytes:
-    return CacheGeometry((LayerGroup("full", (region,)),)).digest()
+def _digest(region: Region, other: bool = False) -> bytes:
+    more = (Region(9, "k", 1, 64, "float32"),) if other else ()
+    return CacheGeometry((LayerGroup("full", (region, *more)),)).digest()
+
+
+# --- modes ---
+
+
+def v4_raw(mode: str, preset: str = "") -> LayerGroup:
+    return LayerGroup("raw", (Region(0, "raw", 1, 512, "bfloat16"),), mode, preset, window=128)
+
+
+@pytest.mark.parametrize(
+    ("mode", "preset", "row_bytes"), [("dense", "", 1024), ("fp8", "", 590), ("turboquant", "tq4", 260)]
+)
+def test_bytes_of_a_v4_raw_row(mode: str, preset: str, row_bytes: int) -> None:
+    assert v4_raw(mode, preset).page_bytes == 128 * row_bytes
+
+
+def test_bytes_of_a_llama_head_at_tq4() -> None:
+    group = LayerGroup("full", tuple(Region(0, kind, 1, 128, "bfloat16") for kind in "kv"), "turboquant", "tq4")
+    assert group.page_bytes == 128 * 136
+    assert [(p.part, p.offset, p.shape, p.strides) for p in group.planes()] == [
+        ("codes", 0, (1, 128, 64), (8704, 64, 1)),
+        ("scales", 8192, (1, 128, 4), (8704, 4, 1)),
+        ("codes", 8704, (1, 128, 64), (8704, 64, 1)),
+        ("scales", 16896, (1, 128, 4), (8704, 4, 1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("preset", "key", "value"), [("tq4", 64, 64), ("tq4v3", 64, 52), ("tq3", 52, 52), ("tq3v2", 52, 32)]
+)
+def test_presets_give_keys_and_shared_rows_the_key_bits(preset: str, key: int, value: int) -> None:
+    regions = {kind: Region(0, kind, 2, 128, "bfloat16") for kind in ("k", "v", "kv")}
+    group = LayerGroup("full", tuple(regions.values()), "turboquant", preset)
+    assert {kind: group.record_bytes(region) for kind, region in regions.items()} == {
+        "k": (key, 4),
+        "v": (value, 4),
+        "kv": (key, 4),
+    }
+
+
+@given(geometries())
+def test_packed_planes_are_aligned_and_fill_the_page(geometry: CacheGeometry) -> None:
+    for group in geometry.groups:
+        if not group.packed:
+            continue
+        taken = bytearray(group.page_bytes)
+        for plane in group.planes():
+            assert plane.offset % PLANE_ALIGNMENT == 0
+            heads, rows, size = plane.shape
+            assert rows == 128 // plane.region.ratio
+            for head in range(heads):
+                at = plane.offset + head * plane.strides[0]
+                assert not any(taken[at : at + rows * size])
+                taken[at : at + rows * size] = b"\1" * (rows * size)
+        assert sum(taken) == sum(plane.num_bytes for plane in group.planes())
+        padding = len(taken) - sum(taken)
+        assert padding < PLANE_ALIGNMENT * sum(2 * region.heads for region in group.paged_regions)
+
+
+@given(geometries())
+def test_a_tail_holds_what_the_bound_says_whatever_the_length(geometry: CacheGeometry) -> None:
+    for group in geometry.groups:
+        if not group.has_tail:
+            assert (geometry.tail_tokens(group), geometry.tail_slot_bytes(group)) == (0, 0)
+            continue
+        tokens = geometry.tail_tokens(group)
+        assert tokens % 128 == 0
+        assert 0 <= tokens - (group.effective_window + geometry.margin + 128 + 3 * geometry.max_step_tokens) < 128
+        end = 0
+        for plane in geometry.tail_planes(group):
+            assert plane.shape == (tokens // plane.region.ratio, plane.region.heads, plane.region.dim)
+            assert end <= plane.offset < end + PLANE_ALIGNMENT
+            end = plane.offset + plane.num_bytes
+        assert end <= geometry.tail_slot_bytes(group) < end + PLANE_ALIGNMENT
+
+
+def test_which_window_stays_dense() -> None:
+    def effective(mode: str, window: int) -> tuple[int, int]:
+        preset = "tq4" if mode == "turboquant" else ""
+        group = LayerGroup("g", (Region(0, "k", 1, 64, "float32"),), mode, preset, window, dense_window=192)
+        return group.effective_window, group.retained_window
+
+    assert effective("turboquant", 0) == (192, 0)
+    assert effective("turboquant", 128) == (128, 0)
+    assert effective("fp8", 256) == (256, 0)
+    assert effective("turboquant", 257) == (192, 257)
+    assert effective("window", 4096) == (4096, 0)
+
+
+def test_pending_rows_have_a_ring_and_no_page_even_in_mode_dense() -> None:
+    compressed = Region(0, "csa", 1, 64, "float32", ratio=4)
+    group = LayerGroup("csa", (compressed, Region(0, "csa_pending", 1, 64, "float32", tail_only=True)))
+    geometry = CacheGeometry((group,))
+    assert group.page_bytes == 32 * 64 * 4
+    assert [plane.region.kind for plane in geometry.tail_planes(group)] == ["csa_pending"]
+    assert group.has_pending
+
+
+def test_pinned_edge_layers_become_dense_groups_of_their_own() -> None:
+    geometry = apply_mode(llama(6), "turboquant", "tq4v3", (1, 2))
+    assert geometry.modes == "full turboquant tq4v3, full-edges dense"
+    assert [sorted({r.layer for r in g.regions}) for g in geometry.groups] == [[1, 2, 3], [0, 4, 5]]
+    assert sum(len(g.regions) for g in geometry.groups) == 12
+
+
+def test_a_pinned_layer_of_a_two_group_model_is_pinned_by_its_number() -> None:
+    sliding, full = (
+        tuple(Region(layer, k, 1, 64, "float32") for layer in layers for k in "kv") for layers in ((0, 2), (1, 3))
+    )
+    both = CacheGeometry((LayerGroup("sliding", sliding, window=512), LayerGroup("full", full)))
+    geometry = apply_mode(both, "fp8", dense_layers=(1, 0))
+    assert geometry.modes == "sliding fp8, sliding-edges dense, full fp8"
+
+
+K = Region(0, "k", 1, 64, "float32")
+
+
+@pytest.mark.parametrize(
+    ("build", "reason", "words"),
+    [
+        (lambda: LayerGroup("g", (K,), "turboquant"), "BAD_CONFIG", "needs a preset"),
+        (lambda: LayerGroup("g", (K,), "turboquant", "tq9"), "BAD_CONFIG", "needs a preset"),
+        (lambda: LayerGroup("g", (K,), "dense", "tq4"), "BAD_CONFIG", "takes no preset"),
+        (lambda: LayerGroup("g", (K,), "window"), "NO_MODEL_WINDOW", "would drop tokens"),
+        (
+            lambda: LayerGroup("g", (dataclasses.replace(K, dim=4),), "turboquant", "tq4"),
+            "NO_CODEC_FOR_WIDTH",
+            "no codec",
+        ),
+        (lambda: LayerGroup("g", (dataclasses.replace(K, tail_only=True),)), "BAD_CONFIG", "tail_only regions alone"),
+        (lambda: dataclasses.replace(K, tail_only=True, ratio=4), "BAD_CONFIG", "a row a token"),
+        (lambda: apply_mode(llama(4), "turboquant", "tq4", (2, 2)), "MODE_NOT_ENGAGED", "would not engage"),
+        (lambda: apply_mode(llama(4), "dense", "", (1, 0)), "BAD_CONFIG", "pin nothing"),
+        (lambda: apply_mode(llama(4), "window"), "NO_MODEL_WINDOW", "would drop tokens"),
+        (lambda: apply_mode(llama(4, dim=80), "fp8", compiled_only=True), "WIDTH_NOT_COMPILED", "width 80"),
+        (lambda: CacheGeometry(llama().groups, max_step_tokens=0), "BAD_CONFIG", "max_step_tokens"),
+    ],
+)
+def test_modes_that_do_not_fit_are_refused_by_name(build: object, reason: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        build()  # type: ignore[operator]
+    assert caught.value.reason == reason
+
+
+def test_kv_of_another_mode_or_head_count_is_refused_with_both_sides() -> None:
+    held = apply_mode(llama(4), "turboquant", "tq4")
+    demand_same_geometry(held, apply_mode(llama(4), "turboquant", "tq4"), "sequence 'r'")
+    with pytest.raises(PreconditionFailed) as caught:
+        demand_same_geometry(held, apply_mode(llama(4), "fp8"), "sequence 'r'")
+    assert (caught.value.reason, caught.value.given, caught.value.allowed) == (
+        "MODE_MISMATCH",
+        "full fp8 (asked)",
+        "full turboquant tq4 (held)",
+    )
+    for changed, words in ((llama(4, heads=2), "2x64"), (llama(4, dim=128), "3x128")):
+        with pytest.raises(PreconditionFailed) as caught:
+            demand_same_geometry(llama(4), changed, "sequence 'r'")
+        assert caught.value.reason == "GEOMETRY_MISMATCH"
+        assert words in (caught.value.given or "") or "page_bytes" in (caught.value.given or "")

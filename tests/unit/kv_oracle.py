@@ -1,0 +1,412 @@
+"""A worker in plain Python over the store's pure tables, beside an oracle that keeps everything.
+
+A row's value is opaque: ``Row(content, lossy, pure)``. ``content`` names salt and all tokens up to the row's own, so two
+rows are equal exactly when their histories are; ``lossy`` marks rows that were dequantised; ``pure`` says that the row
+was computed as in a sequence that was never interrupted (its window had no lossy row, and all before it were pure).
+A packed page holds the rows that were packed; dequantising one gives a lossy row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from kvstore.answers import Admitted, Forked, NewPage, PageCopy, Refill, Refused, Relinked, Split, TailCopy
+from kvstore.geometry import CacheGeometry, LayerGroup, Region
+from kvstore.pages import PageState
+from kvstore.retention import is_dense_again
+from kvstore.sequences import SequenceTable
+from protos.errors import CapacityError, PreconditionFailed
+from protos.page_hash import PAGE_TOKENS, page_hashes
+
+WEIGHTS = b"w" * 16
+ROW = Region(0, "k", 1, 16, "float32")
+RATIO_4 = Region(1, "csa", 1, 16, "float32", ratio=4)
+PENDING = Region(1, "csa_pending", 1, 16, "float32", tail_only=True)
+
+FULL = LayerGroup("full", (ROW,), "turboquant", "tq4")
+DENSE = LayerGroup("edges", (ROW,))
+RING = LayerGroup("ring", (ROW,), "window", window=96)
+SLIDING = LayerGroup("sliding", (ROW,), "fp8", window=384)  # larger than the dense window: pages behind it are freed
+SHORT = LayerGroup("short", (ROW,), "turboquant", "tq3", window=200)
+COMPRESSED = LayerGroup("csa", (RATIO_4, PENDING), "turboquant", "tq4", window=64)
+DENSE_PENDING = LayerGroup("dense_csa", (RATIO_4, PENDING))
+
+GEOMETRIES: dict[str, tuple[LayerGroup, ...]] = {
+    "packed": (FULL,),
+    "dense": (DENSE, replace(DENSE, name="other")),
+    "packed and dense edges": (FULL, DENSE),
+    "sliding": (SLIDING, FULL),
+    "short window": (SHORT,),
+    "window": (RING,),
+    "window and packed": (RING, FULL),
+    "pending": (COMPRESSED, FULL),
+    "dense pending": (DENSE_PENDING, DENSE),
+}
+
+
+class Row(NamedTuple):
+    content: int
+    lossy: bool = False
+    pure: bool = True
+
+
+@dataclass
+class Expected:
+    """What the oracle knows of a sequence: everything."""
+
+    salt: str
+    max_tokens: int
+    tokens: list[int]
+    contents: list[int] = field(default_factory=list)  # of each token in ``tokens``
+    num_rows: int = 0  # tokens whose rows stand
+    pure: list[bool] = field(default_factory=list)  # of each row, as it was computed
+
+    def append(self, tokens: list[int]) -> None:
+        for token in tokens:
+            before = self.contents[-1] if self.contents else hash(self.salt)
+            self.contents.append(hash((before, token)))
+            self.tokens.append(token)
+
+
+class Worker:
+    """Everything that touches memory. ``rows_read_packed`` counts dequantised rows inside a window: always 0."""
+
+    def __init__(
+        self,
+        groups: tuple[LayerGroup, ...],
+        *,
+        num_pages: int,
+        margin: int = 16,
+        max_step_tokens: int = 9,
+        max_sequences: int = 3,
+        max_tokens: int = 1400,
+        checkpoint_slots: int = 2,
+    ) -> None:
+        self.geometry = CacheGeometry(groups, margin=margin, max_step_tokens=max_step_tokens)
+        self.table = SequenceTable(
+            self.geometry,
+            {group.name: num_pages for group in groups},
+            max_sequences=max_sequences,
+            max_sequence_tokens=max_tokens,
+            weights_digest=WEIGHTS,
+            checkpoint_slots=checkpoint_slots,
+        )
+        self.pages: dict[tuple[str, int], dict[tuple[str, int], Row]] = {}  # (region kind, row in page) -> Row
+        self.tails: dict[tuple[str, int], dict[tuple[str, int], tuple[int, Row]]] = {}  # (kind, ring row) -> (row, Row)
+        self.sealed: dict[tuple[str, int], tuple[int, dict[tuple[str, int], Row]]] = {}
+        self.expected: dict[int, Expected] = {}
+        self.rows_read_packed = 0
+        self.packed = 0
+        self.digest = self.geometry.digest()
+        self.tail_regions = {group.name: group.tail_regions for group in groups}
+        self.tail_tokens = {group.name: self.geometry.tail_tokens(group) for group in groups}
+
+    # --- calls ---
+
+    def open(
+        self, salt: str, prompt: list[int], max_tokens: int, *, reuse: bool = True, exact_only: bool = False
+    ) -> Admitted | Refused:
+        self.table.confirm()
+        result = self.table.open("r", salt, prompt, max_tokens, reuse=reuse, exact_only=exact_only)
+        if isinstance(result, Refused):
+            return result
+        e = self.expected[result.slot] = Expected(salt, max_tokens, [])
+        e.append(prompt)
+        assert 0 <= result.num_cached < len(prompt)
+        self._wipe(result.slot)
+        self._move([], result.tail_copies, result.refills)
+        e.num_rows = result.num_cached
+        e.pure = [self._was_pure(result.slot, t) for t in range(result.num_cached)]
+        if exact_only:
+            assert result.prefix_exact
+        if result.prefix_exact:
+            assert all(e.pure), "a prefix that is said to be exact has rows that are not"
+            for group in self.geometry.groups:
+                for t in range(max(0, e.num_rows - group.effective_window + 1), e.num_rows):
+                    assert not self._dense_row(result.slot, group, ROW if ROW in group.regions else PENDING, t).lossy
+        return result
+
+    def prefill(self, slot: int, count: int) -> None:
+        """Rows of ``count`` tokens from a workspace; then sealed with t = 1."""
+        e = self.expected[slot]
+        first, end = e.num_rows, min(e.num_rows + count, len(e.tokens))
+        if end == first:
+            return
+        handed = self._reserve(slot, end, 1)
+        self._compute(slot, first, end)
+        workspace = {t: Row(e.contents[t], pure=e.pure[t]) for t in range(first, end)}
+        self._write_dense(slot, first, end)
+        e.num_rows = end
+        self._pack_and_seal(slot, end, 1, handed, workspace)
+        for group in self.geometry.groups:
+            if group.has_tail:
+                for t in range(first, end):  # what is behind the base was packed; writing it would wrap the ring
+                    keep = self.tail_tokens[group.name]
+                    if t >= max(self.table.sequence(slot).groups[group.name].base, end - keep):
+                        self._write_tail(slot, group, t, workspace[t])
+                    elif t >= end - keep and group.has_pending:
+                        self._write_tail(slot, group, t, workspace[t], pending_only=True)
+
+    def decode(self, slot: int, tokens: list[int]) -> None:
+        """One step that puts its tokens into the tail."""
+        e = self.expected[slot]
+        assert e.num_rows == len(e.tokens)
+        e.append(tokens)
+        first, end = e.num_rows, len(e.tokens)
+        handed = self._reserve(slot, end, len(tokens))
+        self._compute(slot, first, end)
+        self._write_dense(slot, first, end)
+        for group in self.geometry.groups:
+            if group.has_tail:
+                for t in range(first, end):
+                    self._write_tail(slot, group, t, Row(e.contents[t], pure=e.pure[t]))
+        e.num_rows = end
+        self._pack_and_seal(slot, end, len(tokens), handed, {})
+
+    def truncate(self, slot: int, num_tokens: int) -> bool | None:
+        """Whether it was exact; None: it was refused by name."""
+        self.table.confirm()
+        e = self.expected[slot]
+        before = {name: (list(s.pages), s.base) for name, s in self.table.sequence(slot).groups.items()}
+        try:
+            result = self.table.truncate(slot, num_tokens, len(e.tokens), lambda a, b: e.tokens[a:b])
+        except (PreconditionFailed, CapacityError) as refused:
+            assert refused.reason in ("TRUNCATE_TOO_DEEP", "ARENA_FULL")
+            if refused.reason == "TRUNCATE_TOO_DEEP":
+                modes = {(g.mode, g.has_pending, bool(g.retained_window)) for g in self.geometry.groups}
+                assert any(mode == "window" or pending or freed for mode, pending, freed in modes)
+            after = {name: (list(s.pages), s.base) for name, s in self.table.sequence(slot).groups.items()}
+            assert before == after
+            return None
+        assert result.num_tokens <= num_tokens
+        self._move(result.copies, result.tail_copies, result.refills)
+        del e.tokens[num_tokens:], e.contents[num_tokens:], e.pure[result.num_tokens :]
+        e.num_rows = min(e.num_rows, result.num_tokens)
+        if result.num_tokens < num_tokens:
+            assert result.tail_copies
+        return result.exact
+
+    def fork(self, slot: int, max_tokens: int) -> Forked | Refused:
+        self.table.confirm()
+        e = self.expected[slot]
+        result = self.table.fork(slot, "f", max_tokens, e.num_rows)
+        if isinstance(result, Forked):
+            self._wipe(result.slot)
+            self._move(result.copies, result.tail_copies, [])
+            n = e.num_rows
+            self.expected[result.slot] = Expected(e.salt, max_tokens, e.tokens[:n], e.contents[:n], n, list(e.pure[:n]))
+        return result
+
+    def checkpoint(self, slot: int, kind: str = "turn_end") -> list[TailCopy]:
+        self.table.confirm()
+        e = self.expected[slot]
+        copies = self.table.checkpoint(slot, e.num_rows, kind, lambda a, b: e.tokens[a:b])
+        self._move([], copies, [])
+        return copies
+
+    def release(self, slot: int) -> None:
+        self.table.confirm()
+        self.table.release([slot])
+        del self.expected[slot]
+
+    def detach(self, *, goodbye: bool) -> None:
+        self.table.end_attachment(confirmed=goodbye)
+        self.table.release(self.table.slots)
+        self.expected.clear()
+        self.tails = {key: tail for key, tail in self.tails.items() if key[1] >= self.table.max_sequences}
+
+    # --- memory ---
+
+    def _reserve(self, slot: int, end: int, step: int) -> dict[str, list[NewPage]]:
+        self.table.confirm()
+        handed = self.table.reserve([(slot, end, step)]).get(slot, {})
+        assert self.table.reserve([(slot, end, step)]) == {}
+        for name, new in handed.items():
+            for page in new:
+                if page.source is None:
+                    self.pages[name, page.page_id] = {}
+        return handed
+
+    def _compute(self, slot: int, first: int, end: int) -> None:
+        """Appends purity of rows [first, end): what their window is made of decides."""
+        e = self.expected[slot]
+        reach = -1  # the first token that no lossy row's window reaches
+        for group in self.geometry.groups:
+            region = next((r for r in self.tail_regions[group.name] if r.ratio == 1), None)
+            if region is not None:
+                window = group.effective_window
+                lossy = [
+                    s for s in range(max(0, first - window + 1), first) if self._dense_row(slot, group, region, s).lossy
+                ]
+                reach = max([reach, *(s + window for s in lossy[-1:])])
+        for t in range(first, end):
+            e.pure.append((not e.pure or e.pure[-1]) and t >= reach)
+
+    def _dense_row(self, slot: int, group: LayerGroup, region: Region, t: int) -> Row:
+        """The row of token t as attention reads it densely; a row that must be there."""
+        state = self.table.sequence(slot).groups[group.name]
+        if region not in self.tail_regions[group.name]:
+            return self.pages[group.name, state.pages[t // PAGE_TOKENS]][region.kind, t % PAGE_TOKENS]
+        if t < state.base and not region.tail_only:
+            self.rows_read_packed += 1
+            return self.pages[group.name, state.pages[t // PAGE_TOKENS]][region.kind, t % PAGE_TOKENS]
+        ring = self.tail_tokens[group.name] // region.ratio
+        at, row = self.tails[group.name, slot][region.kind, t // region.ratio % ring]
+        assert at == t // region.ratio, f"ring row of token {t} was overwritten by {at * region.ratio}"
+        return row
+
+    def _write_dense(self, slot: int, first: int, end: int) -> None:
+        e = self.expected[slot]
+        for group in self.geometry.groups:
+            if group.mode != "dense":
+                continue
+            pages = self.table.sequence(slot).pages[group.name]
+            for t in range(first, end):
+                page = pages[t // PAGE_TOKENS]
+                assert self.table.groups[group.name].state(page) == PageState.OPEN
+                for region in group.paged_regions:
+                    if (t + 1) % region.ratio == 0:
+                        row = Row(e.contents[t], pure=e.pure[t])
+                        self.pages[group.name, page][region.kind, t % PAGE_TOKENS // region.ratio] = row
+
+    def _write_tail(self, slot: int, group: LayerGroup, t: int, row: Row, *, pending_only: bool = False) -> None:
+        tail = self.tails.setdefault((group.name, slot), {})
+        for region in self.tail_regions[group.name]:
+            if (t + 1) % region.ratio == 0 and (region.tail_only or not pending_only):
+                ring = self.tail_tokens[group.name] // region.ratio
+                tail[region.kind, t // region.ratio % ring] = (t // region.ratio, row)
+
+    def _pack_and_seal(
+        self, slot: int, end: int, step: int, handed: dict[str, list[NewPage]], workspace: dict[int, Row]
+    ) -> None:
+        e = self.expected[slot]
+        for group in self.geometry.groups:
+            if group.packed:
+                for new in handed.get(group.name, []):
+                    self._pack(slot, group, new, workspace)
+        for page in self.table.seal(slot, end, step, lambda a, b: e.tokens[a:b]):
+            generation = self.table.groups[page.group].generation(page.page)
+            self.sealed[page.group, page.page] = (generation, dict(self.pages[page.group, page.page]))
+
+    def _pack(self, slot: int, group: LayerGroup, new: NewPage, workspace: dict[int, Row]) -> None:
+        e = self.expected[slot]
+        done = 0
+        if isinstance(new.source, Relinked):
+            done = PAGE_TOKENS
+        elif isinstance(new.source, Split):
+            done = new.source.num_tokens
+            cells = self.pages[group.name, new.source.from_page]
+            ratios = {region.kind: region.ratio for region in group.paged_regions}
+            self.pages[group.name, new.page_id] = {
+                key: row for key, row in cells.items() if key[1] < done // ratios[key[0]]
+            }
+        for region in group.paged_regions:
+            for index in range(done // region.ratio, region.rows_per_page):
+                t = new.index * PAGE_TOKENS + (index + 1) * region.ratio - 1
+                row = workspace[t] if t in workspace else self._dense_row(slot, group, region, t)
+                assert not row.lossy, f"token {t} is packed a second time"
+                assert row.content == e.contents[t]
+                self.pages[group.name, new.page_id][region.kind, index] = row
+                self.packed += 1
+
+    def _move(self, copies: list[PageCopy], tail_copies: list[TailCopy], refills: list[Refill]) -> None:
+        for copy in copies:
+            assert copy.from_page != copy.to_page
+            ratios = {region.kind: region.ratio for region in self.geometry.group(copy.group).paged_regions}
+            self.pages[copy.group, copy.to_page] = {
+                key: row
+                for key, row in self.pages[copy.group, copy.from_page].items()
+                if key[1] < copy.num_tokens // ratios[key[0]]
+            }
+        for tail in tail_copies:
+            self.tails[tail.group, tail.to_slot] = dict(self.tails[tail.group, tail.from_slot])
+        for refill in refills:
+            group = self.geometry.group(refill.group)
+            cells = self.tails.setdefault((refill.group, refill.tail_slot), {})
+            for region in group.paged_regions:
+                ring = self.tail_tokens[group.name] // region.ratio
+                last = (refill.first_token + refill.num_tokens) // region.ratio
+                for index in range(refill.first_token // region.ratio, last):
+                    page = refill.page_ids[(index - refill.first_token // region.ratio) // region.rows_per_page]
+                    row = self.pages[refill.group, page][region.kind, index % region.rows_per_page]
+                    cells[region.kind, index % ring] = (index, row._replace(lossy=True))
+
+    def _wipe(self, slot: int) -> None:
+        for key in [key for key in self.tails if key[1] == slot]:
+            del self.tails[key]
+
+    def _was_pure(self, slot: int, t: int) -> bool:
+        """Whether the cached row of token t was, in every group that still has it."""
+        pure = True
+        for group in self.geometry.groups:
+            state = self.table.sequence(slot).groups[group.name]
+            for region in group.regions:
+                if region.tail_only or (t + 1) % region.ratio:
+                    continue
+                if t >= state.base and region in self.tail_regions[group.name]:
+                    pure = pure and self._dense_row(slot, group, region, t).pure
+                elif group.has_pages and state.first_page <= t // PAGE_TOKENS < len(state.pages):
+                    page = state.pages[t // PAGE_TOKENS]
+                    pure = pure and self.pages[group.name, page][region.kind, t % PAGE_TOKENS // region.ratio].pure
+        return pure
+
+    # --- what must hold ---
+
+    def check(self) -> None:
+        self.table.check()
+        assert sorted(self.table.slots) == sorted(self.expected)
+        for slot in self.expected:
+            self.check_sequence(slot)
+        for (name, page), (generation, cells) in list(self.sealed.items()):
+            table = self.table.groups[name]
+            if table.generation(page) == generation and table.state(page) in (PageState.SEALED, PageState.CACHED):
+                assert self.pages[name, page] == cells, f"sealed page {page} of {name} changed"
+        for name, table in self.table.groups.items():
+            for page in range(table.num_pages):
+                digest = self.table.index.hash_of(name, page)
+                if digest is None:
+                    continue
+                found = self.table.index.pages(name, [digest])
+                assert found
+                if found.exact and found.pages == [page]:
+                    assert all(row.pure for row in self.pages[name, page].values()), "an inexact page has no mark"
+
+    def check_sequence(self, slot: int) -> None:
+        """Everything that attention may read next is there, and is this sequence's."""
+        e, sequence = self.expected[slot], self.table.sequence(slot)
+        n = e.num_rows
+        assert sequence.hashes == list(
+            page_hashes(
+                e.tokens[: len(sequence.hashes) * PAGE_TOKENS],
+                salt=e.salt,
+                weights_digest=WEIGHTS,
+                geometry_digest=self.digest,
+            )
+        )
+        for group in self.geometry.groups:
+            state = sequence.groups[group.name]
+            assert state.base % PAGE_TOKENS == 0
+            assert state.base <= n
+            for region in group.regions:
+                if region.tail_only:
+                    for t in range(max(0, n - PAGE_TOKENS), n):
+                        row = self._dense_row(slot, group, region, t)
+                        assert (row.content, row.lossy) == (e.contents[t], False), f"pending row of token {t}"
+                    continue
+                first = max(0, n - group.window + 1) if group.window and group.mode != "dense" else 0
+                for t in range(first, n):
+                    if (t + 1) % region.ratio:
+                        continue
+                    if group.mode != "dense" and t >= state.base:
+                        row = self._dense_row(slot, group, region, t)
+                        assert row.lossy <= (t < state.lossy_end)
+                    else:
+                        page = state.pages[t // PAGE_TOKENS]
+                        row = self.pages[group.name, page][region.kind, t % PAGE_TOKENS // region.ratio]
+                        assert not row.lossy
+                    assert row.content == e.contents[t], f"{group.name}.{region.kind}: token {t} of {n} is another's"
+                    assert row.pure or not e.pure[t], "a row is less pure than it was computed"
+            if group.mode != "dense":
+                assert is_dense_again(n, state.base, state.window), "the next window reaches into pages"
+        assert self.rows_read_packed == 0
