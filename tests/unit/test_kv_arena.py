@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import memory_limit
-from kvstore.arena import Arena, Memory, allocate_arenas, pages_per_group, tail_slots_per_group
-from kvstore.geometry import CacheGeometry, LayerGroup, Region
+from kvstore.arena import Arena, Memory, allocate_arenas, pages_per_group
+from kvstore.geometry import CacheGeometry, LayerGroup, Region, apply_mode
 from kvstore.memory_limit import HEADROOM_BYTES, available_bytes, cgroup_room, check_memory
 from protos.errors import CapacityError, ConfigError
 
@@ -36,7 +36,41 @@ def test_every_group_gets_as_many_pages() -> None:
     one = FULL_BYTES + WINDOW_BYTES
     assert pages_per_group(GEOMETRY, 10 * one) == {"full": 10, "window": 10}
     assert pages_per_group(GEOMETRY, 11 * one - 1) == {"full": 10, "window": 10}
-    assert tail_slots_per_group(GEOMETRY) == {"full": 0, "window": 0}
+    assert pages_per_group(GEOMETRY, 10 * one, num_tail_slots=7) == {"full": 10, "window": 10}  # dense: no tails
+
+
+def test_tails_come_out_of_the_same_bytes() -> None:
+    packed = apply_mode(GEOMETRY, "turboquant", "tq4")
+    tails = 3 * packed.tail_bytes
+    one = sum(group.page_bytes for group in packed.groups)
+    assert pages_per_group(packed, tails + 5 * one, 3) == {"full": 5, "window": 5}
+    with pytest.raises(ConfigError, match="no room for the tails") as caught:
+        pages_per_group(packed, tails + one - 1, 3)
+    assert caught.value.reason == "ARENA_TOO_SMALL"
+
+
+@pytest.mark.parametrize(("mode", "preset"), [("turboquant", "tq3v2"), ("fp8", ""), ("dense", "")])
+def test_measured_arena_use_equals_the_formula_to_the_byte(mode: str, preset: str) -> None:
+    geometry = apply_mode(GEOMETRY, mode, preset, (0, 0))
+    made = allocate_arenas(geometry, 20 << 20, device="cpu:0", num_tail_slots=4)
+    counts = pages_per_group(geometry, 20 << 20, 4)
+    for group in geometry.groups:
+        sizes = {kind: arenas.get(group.name) for kind, arenas in (("pages", made.pages), ("tails", made.tails))}
+        assert sizes["pages"]
+        assert os.fstat(sizes["pages"].memory.fd).st_size == counts[group.name] * group.page_bytes
+        if mode == "dense":
+            assert sizes["tails"] is None
+        else:
+            assert sizes["tails"]
+            assert os.fstat(sizes["tails"].memory.fd).st_size == 4 * geometry.tail_slot_bytes(group)
+    made.close()
+
+
+def test_mode_window_has_tails_and_no_pages() -> None:
+    ring = CacheGeometry((LayerGroup("ring", (K,), "window", window=128),))
+    made = allocate_arenas(ring, 4 * ring.tail_bytes, device="cpu:0", num_tail_slots=4)
+    assert (list(made.pages), [arena.num_pages for arena in made.tails.values()]) == ([], [4])
+    made.close()
 
 
 def test_no_room_for_a_page_is_named() -> None:
@@ -47,7 +81,7 @@ def test_no_room_for_a_page_is_named() -> None:
 
 
 def test_arenas_have_exactly_the_bytes_of_the_formula_and_all_are_present() -> None:
-    arenas = allocate_arenas(GEOMETRY, 5 * (FULL_BYTES + WINDOW_BYTES) + 1000, device="cpu:0")
+    arenas = allocate_arenas(GEOMETRY, 5 * (FULL_BYTES + WINDOW_BYTES) + 1000, device="cpu:0").pages
     assert {name: arena.memory.num_bytes for name, arena in arenas.items()} == {
         "full": 5 * FULL_BYTES,
         "window": 5 * WINDOW_BYTES,

@@ -14,6 +14,7 @@ from kvstore.control import (
     HEADER_DTYPE,
     MAX_FROZEN_BYTES,
     PAGE_DTYPE,
+    SEQUENCE_GROUP_DTYPE,
     SLOT_DTYPE,
     ControlBlock,
     ControlShape,
@@ -42,6 +43,7 @@ def block(mapped: mmap.mmap) -> ControlBlock:
 def test_entry_sizes_and_offsets_are_frozen() -> None:
     # Another process, maybe of another build, reads this memory: a change needs a new VERSION.
     assert (PAGE_DTYPE.itemsize, GROUP_DTYPE.itemsize, SLOT_DTYPE.itemsize) == (64, 128, 128 + 512 + MAX_FROZEN_BYTES)
+    assert SEQUENCE_GROUP_DTYPE.itemsize == 32
     fields: Any = HEADER_DTYPE.fields or {}
     assert [fields[name][1] for name in ("magic", "version", "num_bytes", "epoch", "geometry_digest")] == [
         0,
@@ -52,7 +54,7 @@ def test_entry_sizes_and_offsets_are_frozen() -> None:
     ]
     slot: Any = SLOT_DTYPE.fields or {}
     assert [slot[name][1] for name in ("logged", "committed", "state", "request_id")] == [0, 8, 64, 128]
-    for dtype in (HEADER_DTYPE, GROUP_DTYPE, PAGE_DTYPE, SLOT_DTYPE):
+    for dtype in (HEADER_DTYPE, GROUP_DTYPE, PAGE_DTYPE, SLOT_DTYPE, SEQUENCE_GROUP_DTYPE):
         for name, (kind, offset, *_) in (dtype.fields or {}).items():
             assert offset % kind.base.alignment == 0, f"{name} is not aligned"
 
@@ -78,16 +80,21 @@ def test_bytes_stand_where_the_layout_says() -> None:
     b = block(mapped)
     b.epoch = 77
     b.open_slot(2, epoch=77, request_id=b"r", salt=b"", frozen=b"", max_tokens=300, prompt=[9, 8, 4_000_000_000])
-    b.write_page_ids(2, {"full": [4], "window": [1]})
+    b.write_group(2, "full", base=0, pages=[4])
+    b.write_group(2, "window", base=128, pages=[-1, 1], first_page=1, tail_slot=2)
+    b.write_inexact_from(2, 130)
     sections = SHAPE.sections()
     assert mapped[:8] == b"TAILPKCB"
-    assert struct.unpack_from("<IIII", mapped, 8) == (1, 2, 4, 300)
+    assert struct.unpack_from("<IIII", mapped, 8) == (2, 2, 4, 300)
     assert struct.unpack_from("<QQ", mapped, 24) == (SHAPE.num_bytes, 77)
     slot = sections["slots"][0] + 2 * SLOT_DTYPE.itemsize
     assert struct.unpack_from("<QQ", mapped, slot) == (3, 0)
-    assert struct.unpack_from("<IIQQI", mapped, slot + 64) == (1, 300, 77, 0, 1)
+    assert struct.unpack_from("<IIQQ", mapped, slot + 64) == (1, 300, 77, 130)
+    groups = sections["sequence_groups"][0] + 2 * 2 * 32
+    assert struct.unpack_from("<QIIi", mapped, groups) == (0, 1, 0, -1)
+    assert struct.unpack_from("<QIIi", mapped, groups + 32) == (128, 2, 1, 2)
     ids = sections["page_ids"][0] + 2 * 2 * 3 * 4
-    assert struct.unpack_from("<6I", mapped, ids) == (4, 0, 0, 1, 0, 0)
+    assert struct.unpack_from("<6I", mapped, ids) == (4, 0, 0, 2**32 - 1, 1, 0)
     log = sections["token_log"][0] + 2 * 300 * 4
     assert struct.unpack_from("<3I", mapped, log) == (9, 8, 4_000_000_000)
 
@@ -100,8 +107,8 @@ def test_a_second_view_of_the_memory_reads_what_was_written() -> None:
     writer.open_slot(
         1, epoch=5, request_id="reqü".encode(), salt=b"t", frozen=b"\0f\0", max_tokens=300, prompt=list(range(200))
     )
-    writer.write_page_ids(1, {"full": [3, 1], "window": [0, 2]})
-    writer.write_page_ids(1, {"full": [4], "window": [1]}, first=2)
+    writer.write_group(1, "full", base=128, pages=[3, 1, 4])
+    writer.write_group(1, "window", base=256, pages=[-1, 2], first_page=1)
     writer.append_tokens(1, [11, 12])
     writer.commit(1, 201)
     assert (reader.epoch, reader.device, reader.group_names) == (5, "cpu:0", ("full", "window"))
@@ -111,9 +118,9 @@ def test_a_second_view_of_the_memory_reads_what_was_written() -> None:
     assert reader.token_log(1) == [*range(200), 11, 12]
     assert (reader.logged(1), reader.committed(1)) == (202, 201)
     assert reader.sequence_pages(1, "full") == [3, 1, 4]
-    assert reader.sequence_pages(1, "window") == [0, 2, 1]
-    assert reader.room(1) == 384
-    assert [int(owner) for owner in reader.pages["window"]["owner"]] == [-1, -1, -1]
+    assert reader.sequence_pages(1, "window") == [-1, 2]
+    assert [(reader.base(1, g), reader.num_pages(1, g)) for g in ("full", "window")] == [(128, 3), (256, 2)]
+    assert [reader.is_live(slot) for slot in (-1, 0, 1, 4)] == [False, False, True, False]
 
 
 def test_pages_of_groups_are_separate_entries() -> None:
@@ -128,9 +135,10 @@ def test_a_slot_used_again_shows_nothing_of_the_one_before() -> None:
     b = block(memory())
     b.open_slot(0, epoch=1, request_id=b"long-name", salt=b"s", frozen=b"abc", max_tokens=9, prompt=[1, 2, 3])
     b.commit(0, 3)
+    b.write_group(0, "full", base=128, pages=[1, 2])
     b.close_slot(0)
     assert b.live_slots() == []
-    assert (b.token_log(0), b.committed(0), b.room(0)) == ([], 0, 0)
+    assert (b.token_log(0), b.committed(0), b.num_pages(0, "full"), b.base(0, "full")) == ([], 0, 0, 0)
     b.open_slot(0, epoch=1, request_id=b"x", salt=b"", frozen=b"", max_tokens=9, prompt=[7])
     assert (b.request_id(0), b.salt(0), b.frozen_request(0), b.token_log(0)) == ("x", "", b"", [7])
 
@@ -141,6 +149,8 @@ def test_cut_lowers_and_never_raises() -> None:
     b.commit(0, 2)
     b.cut(0, 3)
     assert (b.logged(0), b.committed(0)) == (3, 2)
+    b.cut(0, 2, 1)  # a kept boundary: the tokens stay, their rows do not
+    assert (b.logged(0), b.committed(0)) == (2, 1)
     b.cut(0, 1)
     assert (b.logged(0), b.committed(0)) == (1, 1)
     b.append_tokens(0, [5])
@@ -177,7 +187,7 @@ def _poke(offset: int, value: bytes) -> mmap.mmap:
     [
         (memory, "magic"),
         (lambda: _poke(0, b"X"), "magic"),
-        (lambda: _poke(8, b"\2"), "version"),
+        (lambda: _poke(8, b"\1"), "version"),
         (lambda: _poke(12, struct.pack("<I", 1 << 30)), "shorter than its groups"),
         (lambda: _poke(16, struct.pack("<I", 5)), "size differs"),
         (lambda: _poke(24, struct.pack("<Q", SHAPE.num_bytes - 4096)), "size differs"),
