@@ -370,11 +370,11 @@ class Engine:
             else:
                 self._finish(sequence, reason, new=new)
 
-    def truncate(self, sequence: Sequence, num_tokens: int) -> Truncated:
+    def truncate(self, sequence: Sequence, num_tokens: int, next_token: int | None = None) -> Truncated:
         """Takes a running sequence back to ``num_tokens`` computed tokens (``SequenceKv.truncate``), between steps, on
         the engine thread. What was emitted stays emitted: whoever calls it answers for the tokens behind the cut.
         """
-        return self._held.truncate(sequence, num_tokens)
+        return self._held.truncate(sequence, num_tokens, next_token)
 
     def fork(self, sequence: Sequence, request_id: str) -> Sequence | None:
         """A second running sequence that stands where ``sequence`` stands; None: no room. As ``truncate``."""

@@ -193,8 +193,9 @@ class SequenceKv:
 
     # --- going back, and going on twice ---
 
-    def truncate(self, cut: Seq, num_tokens: int) -> Truncated:
-        """Takes a sequence back to ``num_tokens`` computed tokens; the next one, known already, is computed again.
+    def truncate(self, cut: Seq, num_tokens: int, next_token: int | None = None) -> Truncated:
+        """Takes a sequence back to ``num_tokens`` computed tokens. Behind them stays one token to compute: the one that
+        stood there, or ``next_token``.
 
         Raises:
             PreconditionFailed, CapacityError: what ``Attachment.truncate`` raises. Nothing was changed then.
@@ -205,6 +206,8 @@ class SequenceKv:
         kv_moves.refill_tails(self.kv, truncated.refills, "rollback")
         cut.num_computed = min(cut.num_computed, truncated.num_tokens)
         del cut.token_ids[num_tokens + 1 :]
+        if next_token is not None:
+            cut.token_ids[num_tokens:] = [next_token]
         cut.bases.update(truncated.bases)
         self._read_pages(cut, self._geometry.groups)
         self._log_tokens(cut)

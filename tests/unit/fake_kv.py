@@ -7,22 +7,20 @@ before it was written, or from another sequence's page, shows in the results.
 from __future__ import annotations
 
 import random
-import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
 
 from kvstore.answers import Admitted, Forked, NewPage, Refused, SealResult, TailCopy, Truncated
-from kvstore.arena import Arena, StoreArena
 from kvstore.client import OpenRequest
-from kvstore.device import Device, DeviceSpec, NewSequence
 from kvstore.geometry import CacheGeometry
+from kvstore.local import LocalAttachment
 from kvstore.pages import PageState
 
 
-class FakeAttachment:
-    """The interface of ``kvstore.client.Attachment`` over ``num_pages`` pages in each group.
+class FakeAttachment(LocalAttachment):
+    """A local attachment that is watched.
 
     ``calls`` counts the calls by name; ``fail_next`` (an exception by call name) makes the next such call raise.
     """
@@ -37,19 +35,14 @@ class FakeAttachment:
         checkpoint_slots: int = 0,
         seed: int = 0,
     ) -> None:
-        tail_slots = max_sequences + checkpoint_slots
-        arena_bytes = num_pages * sum(g.page_bytes for g in geometry.groups) + tail_slots * geometry.tail_bytes
-        spec = DeviceSpec(
-            "cpu:0", geometry, arena_bytes, max_sequences, max_sequence_tokens, b"w" * 16, checkpoint_slots
+        super().__init__(
+            geometry,
+            num_pages=num_pages,
+            max_sequences=max_sequences,
+            max_sequence_tokens=max_sequence_tokens,
+            checkpoint_slots=checkpoint_slots,
         )
-        self.device = Device.allocate(spec)
-        weakref.finalize(self, self.device.close)
-        self.device.control.epoch = self.epoch = 1
-        self.geometry = geometry
         self.table = self.device.table
-        self.control = self.device.control
-        self.arenas = {name: _mapped(arena) for name, arena in self.device.arenas.pages.items()}
-        self.tails = {name: _mapped(arena) for name, arena in self.device.arenas.tails.items()}
         for table in self.table.groups.values():
             random.Random(seed).shuffle(table._free)
         for arena in (*self.arenas.values(), *self.tails.values()):
@@ -60,46 +53,35 @@ class FakeAttachment:
 
     def open(self, sequences: Sequence[OpenRequest]) -> list[Admitted | Refused]:
         self._called("open")
-        answers = self.device.open(
-            NewSequence(
-                s.request_id,
-                s.tenant_salt,
-                s.prompt_token_ids,
-                s.max_tokens,
-                s.frozen_request,
-                s.reuse,
-                s.exact_only,
-            )
-            for s in sequences
-        )
+        answers = super().open(sequences)
         self.opened += [s.request_id for s, a in zip(sequences, answers, strict=True) if isinstance(a, Admitted)]
         return answers
 
     def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> dict[int, dict[str, list[NewPage]]]:
         self._called("reserve")
-        return self.device.reserve(wanted)
+        return super().reserve(wanted)
 
     def seal(
         self, sealed: Sequence[tuple[int, int, int]], checksums: Mapping[tuple[str, int], int] | None = None
     ) -> SealResult:
         self._called("seal")
-        return self.device.seal(sealed, checksums)
+        return super().seal(sealed, checksums)
 
     def truncate(self, slot: int, num_tokens: int) -> Truncated:
         self._called("truncate")
-        return self.device.truncate(slot, num_tokens)
+        return super().truncate(slot, num_tokens)
 
     def fork(self, slot: int, request_id: str, max_tokens: int, frozen_request: bytes = b"") -> Forked | Refused:
         self._called("fork")
-        return self.device.fork(slot, request_id, max_tokens, frozen_request)
+        return super().fork(slot, request_id, max_tokens, frozen_request)
 
     def checkpoint(self, slot: int, num_tokens: int, kind: str) -> list[TailCopy]:
         self._called("checkpoint")
-        return self.device.checkpoint(slot, num_tokens, kind)
+        return super().checkpoint(slot, num_tokens, kind)
 
     def release(self, slots: Sequence[int]) -> int:
         self._called("release")
-        freed = self.device.release(slots)
+        freed = super().release(slots)
         for name, table in self.table.groups.items():
             for page in range(table.num_pages):
                 if table.state(page) == PageState.FREE:
@@ -108,9 +90,6 @@ class FakeAttachment:
             for slot in slots:
                 np.frombuffer(tails.page(slot), dtype=np.uint8)[:] = 0xFF
         return freed
-
-    def verify(self) -> list[str]:
-        return [*self.device.verifier.tables(), *self.device.verifier.checksums()[0]]
 
     def close(self) -> None:
         self.check_empty()
@@ -137,7 +116,3 @@ class FakeAttachment:
         self.calls[name] = self.calls.get(name, 0) + 1
         if (error := self.fail_next.pop(name, None)) is not None:
             raise error
-
-
-def _mapped(arena: StoreArena) -> Arena:
-    return Arena(arena.group, arena.num_pages, arena.page_bytes, arena.memory.map())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from worker.scheduler import Work
 from worker.sequence import Request
 from worker.weights import Model, load_model
 
-LENGTHS = (1, 2, 7, 8, 9, 31, 64, 100, 127, 128, 129, 200, 256, 301)
+LENGTHS = (1, 2, 7, 8, 9, 31, 64, 100, 127, 128, 129, 200, 256, 301, 402)
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +28,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), seed=8, hidden_size=96, intermediate_size=200)
 
 
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Model:
-    return load_model(config_for(folder))
+MODES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "turboquant": {"kv_mode": "turboquant"},
+    "turboquant with dense edges": {"kv_mode": "turboquant", "dense_layers": (1, 0)},
+    "fp8": {"kv_mode": "fp8"},
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def model(folder: Path, request: pytest.FixtureRequest) -> Model:
+    return load_model(config_for(folder, **MODES[request.param]))
 
 
 def requests(max_tokens: int = 12) -> list[Request]:

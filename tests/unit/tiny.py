@@ -70,10 +70,11 @@ def request(
     ignore_eos: bool = True,
     owner: str = "",
     tenant: str = "",
+    reuse: types_pb2.PrefixReuse.ValueType = types_pb2.PREFIX_REUSE_DEFAULT,
     **sampling: Any,
 ) -> Request:
     stop = StopConditions(max_tokens, tuple(stop_token_ids), ignore_eos)
-    return Request(request_id, tenant, tuple(prompt), Sampling(**sampling), stop, tuple(emitted), owner)
+    return Request(request_id, tenant, tuple(prompt), Sampling(**sampling), stop, tuple(emitted), owner, reuse=reuse)
 
 
 class Harness:

@@ -1,0 +1,374 @@
+"""The engine over packed KV: prefix reuse and what it says about it, deep rollback, forks, admission, refusals."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from kvstore.group_pages import worst_pages
+from protos import types_pb2 as pb
+from protos.errors import ConfigError, PreconditionFailed
+from tests.unit.tiny import TINY, Harness, config_for, request, write_model
+from worker import sequence_kv
+from worker.models import attention
+from worker.sequence import Sequence, StepResult
+from worker.weights import Model, load_model
+
+VOCAB = TINY["vocab_size"]
+TQ4: dict[str, Any] = {"kv_mode": "turboquant"}
+EXACT, ANY, NONE = pb.PREFIX_REUSE_EXACT, pb.PREFIX_REUSE_ANY, pb.PREFIX_REUSE_NONE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), seed=3, head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def load(folder: Path) -> Callable[..., Harness]:
+    models: dict[str, Model] = {}
+
+    def make(**changes: Any) -> Harness:
+        num_pages, seed = changes.pop("num_pages", 64), changes.pop("seed", 0)
+        config = config_for(folder, **changes)
+        key = f"{config.kv_mode} {config.preset} {config.dense_layers}"
+        if key not in models:
+            models[key] = load_model(config)
+        return Harness(models[key], config, num_pages=num_pages, seed=seed)
+
+    return make
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def usage(harness: Harness, request_id: str) -> tuple[int, bool]:
+    last = harness.outputs[request_id][-1].usage
+    assert last is not None
+    return last.cached_prompt_tokens, last.prefix_exact
+
+
+def running(harness: Harness, request_id: str) -> Sequence:
+    return next(s for s in harness.engine._running if s.request.request_id == request_id)
+
+
+def logprobs(harness: Harness, request_id: str) -> list[list[tuple[int, float]]]:
+    return [[(t.token_id, t.logprob) for t in p.top] for o in harness.outputs[request_id] for p in o.logprobs]
+
+
+def _quiet(result: StepResult) -> None:
+    """An emit that hears nothing."""
+
+
+# --- prefix reuse ---
+
+
+@pytest.mark.parametrize("settings", [TQ4, {"kv_mode": "fp8"}, {**TQ4, "kv_preset": "tq3v2"}])
+@pytest.mark.parametrize(("first", "turn"), [(300, 60), (270, 200), (131, 20), (256, 128), (40, 7)])
+def test_a_next_turn_is_as_if_the_sequence_had_never_been_released(
+    load: Callable[..., Harness], settings: dict[str, Any], first: int, turn: int
+) -> None:
+    """Same tokens, same bits of logprobs, against a sequence that stayed and was told the next turn."""
+    more = prompt(9, turn)
+    released = load(deterministic=True, **settings)
+    answer = released.run(request("one", prompt(1, first), 50))["one"]
+    history = prompt(1, first) + answer + more
+    released.run(request("two", history, 60, logprobs=5, reuse=EXACT))
+    assert usage(released, "two") == (first + 49, True), "all but the newest token was computed"
+
+    kept = load(deterministic=True, **settings)
+    kept.engine.submit(request("one", prompt(1, first), 51))
+    while len(kept.tokens("one") if "one" in kept.outputs else []) < 50:
+        kept.step()
+    sequence = running(kept, "one")
+    go_on(kept, sequence, history, request("two", history, 60, logprobs=5))
+    kept.run()
+    assert kept.tokens("two") == released.tokens("two")
+    assert logprobs(kept, "two") == logprobs(released, "two")
+    assert released.attachment.verify() == []
+
+
+def go_on(harness: Harness, sequence: Sequence, history: list[int], as_request: Any) -> None:
+    """Makes a running sequence the continuation of another request, as a worker that never released it would."""
+    harness.outputs.pop(as_request.request_id, None)
+    harness.engine._known[as_request.request_id] = harness.engine._known.pop(sequence.request.request_id)
+    slot = sequence.slot
+    table = harness.attachment.table
+    table.sequence(slot).max_tokens = len(history) + 60  # the store promises at open; this one got longer
+    for name, state in table.sequence(slot).groups.items():
+        state.worst = worst_pages(state.group, state.margin, len(history) + 60)
+        table._settle(name, state)
+    harness.attachment.control.append_tokens(slot, history[len(sequence.token_ids) :])
+    sequence.token_ids[:] = history
+    sequence.request = as_request
+    sequence.max_total_tokens = sequence.num_promised = len(history) + 60
+
+
+def test_the_same_prompt_again_computes_one_token(load: Callable[..., Harness]) -> None:
+    harness = load(**TQ4)
+    tokens = {name: harness.run(request(name, prompt(1, 300), 20))[name] for name in "abc"}
+    assert [usage(harness, name) for name in "abc"] == [(0, True), (299, True), (299, True)]
+    assert tokens["b"] == tokens["c"]
+    load_now = harness.engine.load()
+    assert load_now.prompt_tokens_cached == 2 * 299 and load_now.prompt_tokens == 302
+    assert load_now.rows_dequantised_resume == 0
+
+
+def test_without_a_checkpoint_a_hit_says_that_it_is_inexact(load: Callable[..., Harness]) -> None:
+    harness = load(checkpoints=0, deterministic=True, **TQ4)
+    ids = prompt(1, 700)
+    harness.run(request("a", ids, 20))
+    harness.run(request("b", ids[:600] + prompt(2, 50), 20, reuse=ANY))
+    cached, exact = usage(harness, "b")
+    assert cached >= 256 and cached % 128 == 0 and not exact
+    assert harness.engine.load().rows_dequantised_resume > 0
+    harness.run(request("c", ids, 20, reuse=EXACT), request("d", ids, 20, reuse=NONE))
+    assert usage(harness, "c") == (0, True) and usage(harness, "d") == (0, True)
+    assert harness.tokens("c") == harness.tokens("d") == harness.tokens("a")
+
+
+def test_inexactness_is_inherited(load: Callable[..., Harness]) -> None:
+    harness = load(checkpoints=4, **TQ4)
+    ids = prompt(1, 700)
+    harness.run(request("a", ids, 2))
+    other = ids[:600] + prompt(2, 300)
+    harness.run(request("b", other, 20))
+    assert not usage(harness, "b")[1], "no checkpoint at the junction"
+    harness.run(request("c", other, 20))
+    assert usage(harness, "c") == (899, False), "a checkpoint of an inexact sequence"
+    harness.run(request("d", other, 20, reuse=EXACT))
+    assert usage(harness, "d") == (0, True)
+
+
+def test_hits_never_cross_tenants(load: Callable[..., Harness]) -> None:
+    harness = load(**TQ4)
+    harness.run(request("a", prompt(1, 300), 5, tenant="x"))
+    harness.run(request("b", prompt(1, 300), 5, tenant="y"), request("c", prompt(1, 300), 5, tenant="x"))
+    assert usage(harness, "b") == (0, True) and usage(harness, "c")[0] == 299
+
+
+def test_a_deterministic_worker_reuses_only_what_is_asked_for(load: Callable[..., Harness]) -> None:
+    harness = load(deterministic=True, **TQ4)
+    for name in ("a", "b"):
+        harness.run(request(name, prompt(1, 300), 30, logprobs=3))
+    assert usage(harness, "b") == (0, True) and logprobs(harness, "a") == logprobs(harness, "b")
+
+
+@pytest.mark.parametrize("length", [257, 300, 500])
+def test_page_boundaries_are_exact_in_mode_dense(load: Callable[..., Harness], length: int) -> None:
+    harness = load(deterministic=True)
+    ids = prompt(1, length)
+    harness.run(request("a", ids, 30, logprobs=3))
+    harness.run(request("b", ids, 30, logprobs=3, reuse=EXACT))
+    assert usage(harness, "b") == ((length - 1) // 128 * 128, True)
+    assert logprobs(harness, "a") == logprobs(harness, "b")
+
+
+def test_dense_edges_resume_at_page_boundaries(load: Callable[..., Harness]) -> None:
+    harness = load(dense_layers=(1, 1), **TQ4)
+    ids = prompt(1, 700)
+    harness.run(request("a", ids, 5))
+    harness.run(request("b", ids + prompt(3, 40), 20, reuse=EXACT))
+    assert usage(harness, "b") == (640, True)
+
+
+# --- going back ---
+
+
+class Rows:
+    """An oracle of every row as it was computed, by (layer, kind, position); watches ``attention.dense_rows``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, harness: Harness) -> None:
+        self.rows: dict[tuple[int, str, int], torch.Tensor] = {}
+        self.lossy: set[int] = set()  # positions whose rows were restored from packed ones
+        self.num_exact = self.num_lossy = 0
+        real = attention.dense_rows
+
+        def watching(kv: Any, view: Any, place: Any, first: int, own: Any, span: Any) -> Any:
+            rows = real(kv, view, place, first, own, span)
+            key = (view.region.layer, view.region.kind)
+            for i, row in enumerate(own):
+                self.rows[*key, span.start + i] = row.clone()
+                self.lossy.discard(span.start + i)
+            for i, row in enumerate(rows):
+                expected = self.rows[*key, first + i]
+                if first + i in self.lossy:
+                    self.num_lossy += 1
+                    assert torch.nn.functional.cosine_similarity(row, expected, dim=-1).min() > 0.95
+                else:
+                    self.num_exact += 1
+                    assert torch.equal(row, expected), f"{key} at {first + i}"
+            return rows
+
+        monkeypatch.setattr(attention, "dense_rows", watching)
+        harness.engine._emit = _quiet  # offsets go back with a rollback
+
+
+@pytest.mark.parametrize("back_to", [1, 100, 128, 150, 256, 300, 383])
+def test_a_deep_rollback_then_300_steps(
+    load: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, back_to: int
+) -> None:
+    harness = load(**TQ4)
+    oracle = Rows(monkeypatch, harness)
+    harness.engine.submit(request("r", prompt(1, 400), 600))
+    harness.step(110)
+    sequence = running(harness, "r")
+    base = sequence.bases["full"]
+    assert base == 256 and sequence.num_computed > 500
+    with torch.inference_mode():
+        truncated = harness.engine.truncate(sequence, back_to, next_token=7)
+    assert truncated.exact == (back_to - 127 >= base)
+    for refill in truncated.refills:
+        oracle.lossy |= set(range(refill.first_token, refill.first_token + refill.num_tokens))
+    assert bool(oracle.lossy) != truncated.exact
+    harness.step(300)
+    assert sequence.num_computed == back_to + 300
+    load_now = harness.engine.load()
+    assert (load_now.rows_dequantised_rollback > 0) != truncated.exact
+    assert not oracle.lossy or oracle.num_lossy
+    assert sequence.bases["full"] == max(0, back_to + 300 - 144) // 128 * 128
+    assert harness.attachment.verify() == []
+    if back_to in (150, 300):
+        assert load_now.pages_relinked > 0, "pages below the cut are linked again, not packed twice"
+
+
+def test_window_mode_refuses_a_deep_rollback_and_goes_on(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, model_type="mistral", sliding_window=100)
+    config = config_for(folder, kv_mode="window")
+    harness = Harness(load_model(config), config)
+    harness.engine.submit(request("r", prompt(1, 500), 50))
+    harness.step(20)
+    with pytest.raises(PreconditionFailed) as refused, torch.inference_mode():
+        harness.engine.truncate(running(harness, "r"), 200)
+    assert refused.value.reason == "TRUNCATE_TOO_DEEP"
+    harness.run()
+    assert len(harness.tokens("r")) == 50
+
+
+@pytest.mark.parametrize("settings", [{}, TQ4, {**TQ4, "dense_layers": (1, 0)}])
+def test_a_fork_and_its_parent_do_not_touch_each_other(load: Callable[..., Harness], settings: dict[str, Any]) -> None:
+    alone = load(deterministic=True, **settings)
+    expected = alone.run(request("r", prompt(1, 290), 80))["r"]
+    harness = load(deterministic=True, max_running=4, **settings)
+    harness.engine.submit(request("r", prompt(1, 290), 80))
+    harness.step(10)
+    parent = running(harness, "r")
+    with torch.inference_mode():
+        child = harness.engine.fork(parent, "child")
+        assert child is not None and child.slot != parent.slot
+        sibling = harness.engine.fork(parent, "sibling")
+        assert sibling is not None
+        harness.engine.truncate(sibling, sibling.num_computed - 3, next_token=5)
+    emitted = len(harness.tokens("r"))
+    harness.engine._emit = _quiet  # a child's first output does not start at 0
+    while harness.engine._running:
+        harness.step()
+    assert emitted < 80
+    assert parent.token_ids[290:] == expected and child.token_ids[290:] == expected
+    assert sibling.token_ids != parent.token_ids and len(sibling.token_ids) == 370
+    harness.attachment.check_empty()
+
+
+# --- admission ---
+
+
+def test_two_prompts_of_more_than_half_the_memory_take_turns(load: Callable[..., Harness]) -> None:
+    for settings in ({}, TQ4):
+        for admission in ("worst_case", "recompute"):
+            harness = load(num_pages=6, admission=admission, **settings)
+            tokens = harness.run(*(request(f"r{i}", prompt(i, 600), 60) for i in range(3)), limit=800)
+            assert all(len(t) == 60 for t in tokens.values())
+
+
+def test_recompute_starts_sooner_and_drops_the_youngest(load: Callable[..., Harness]) -> None:
+    """Short prompts with long answers: worst cases do not fit beside each other, what they start with does."""
+    requests = [request(f"r{i}", prompt(i, 40), 400) for i in range(3)]
+    alone = load(deterministic=True)
+    expected = {r.request_id: alone.run(r)[r.request_id] for r in requests}
+    careful = load(deterministic=True, num_pages=9)
+    careful_tokens = careful.run(*requests)
+    daring = load(deterministic=True, num_pages=9, admission="recompute")
+    for r in requests:
+        daring.engine.submit(r)
+    daring.step(3)
+    assert daring.engine.load().num_running == 3
+    daring.run()
+    tokens = {r.request_id: daring.tokens(r.request_id) for r in requests}
+    assert tokens == careful_tokens == expected
+    assert daring.engine.load().sequences_recomputed > 0 and careful.engine.load().sequences_recomputed == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("admission", ["worst_case", "recompute"])
+def test_nothing_is_left_after_a_storm(load: Callable[..., Harness], seed: int, admission: str) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    harness = load(max_waiting=50, num_pages=7, checkpoints=2, admission=admission, seed=seed, **TQ4)
+    count = 0
+    for _ in range(60):
+        for _ in range(rng.randrange(3)):
+            ids = prompt(rng.randrange(6), rng.choice([1, 3, 100, 128, 300, 420]))
+            harness.engine.submit(request(f"r{count}", ids, rng.choice([1, 20, 300])))
+            count += 1
+        harness.step(rng.randrange(12))
+        if count and rng.random() < 0.5:
+            harness.engine.abort(f"r{rng.randrange(max(0, count - 20), count)}")
+        harness.attachment.table.check()
+    for i in range(count - 5):
+        harness.engine.abort(f"r{i}")
+    harness.run(request("probe", prompt(50, 10), 5))
+    assert len(harness.tokens("probe")) == 5
+    assert harness.attachment.verify() == []
+
+
+# --- what is said, and what is refused ---
+
+
+def test_the_first_seal_says_one_line(load: Callable[..., Harness]) -> None:
+    with capture_logs() as logs:
+        harness = load(**TQ4)
+        harness.run(request("a", prompt(1, 400), 5), request("b", prompt(2, 400), 5))
+    lines = [line for line in logs if line["event"] == "KV packing engaged"]
+    assert len(lines) == 1 and lines[0]["modes"] == "full turboquant tq4" and lines[0]["dense_window"] == {"full": 128}
+    assert lines[0]["bytes_per_token"] == harness.attachment.geometry.bytes_per_token
+    now = harness.engine.load()
+    assert now.pages_packed == 2 * 2 and now.seal_ns > 0 and now.append_ns > 0
+
+
+def test_a_mode_that_does_not_engage_is_warned_about(
+    load: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_kv, "seals", lambda *_: False)
+    monkeypatch.setattr(sequence_kv, "needs_pages", lambda *_: False)
+    with capture_logs() as logs:
+        harness = load(prefill_chunk=64, checkpoints=0, **TQ4)
+        harness.run(request("a", prompt(1, 200), 90), request("b", prompt(1, 200), 90))
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
+        "the KV mode does not engage: a sequence was long enough to be packed, and was not"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "reason"),
+    [
+        ({}, {"kv_mode": "window"}, "NO_MODEL_WINDOW"),
+        ({"head_dim": 4}, {"kv_mode": "turboquant"}, "NO_CODEC_FOR_WIDTH"),
+        ({}, {"kv_mode": "turboquant", "dense_layers": (2, 1)}, "MODE_NOT_ENGAGED"),
+        ({}, {"dense_layers": (1, 0)}, None),
+    ],
+)
+def test_modes_that_cannot_be_are_refused_by_name(
+    tmp_path: Path, model: dict[str, Any], settings: dict[str, Any], reason: str | None
+) -> None:
+    folder = write_model(tmp_path, **model)
+    with pytest.raises(ConfigError) as refused:
+        load_model(config_for(folder, **settings))
+    assert reason is None or refused.value.reason == reason
