@@ -99,6 +99,12 @@ def serve_command(
 @advanced_option("--repetition-penalty", type=float, help="Above 1: make tokens seen before less likely.")
 @advanced_option("--logprobs", type=int, metavar="N", help="Log-probabilities, and of N others (with --json).")
 @advanced_option("--ignore-eos", is_flag=True, help="Go on past the end of the answer, up to --max-tokens.")
+@advanced_option(
+    "--prefix-reuse",
+    default="default",
+    show_default=True,
+    help="What of the prompt may come from KV that is there: any, exact, none, or as the worker likes.",
+)
 @advanced_option("--timeout-s", type=float, help="Deadline of the request in seconds.")
 @advanced_option("--request-id", help="Id of the request, for Cancel and logs.")
 @advanced_option("--tenant", help="On whose behalf.")
@@ -223,9 +229,10 @@ def _json_line(chunk: router_pb2.GenerateResponse) -> str:
 
 def _stats_line(last: router_pb2.GenerateResponse, started: float, first: float | None, ended: float) -> str:
     usage, timings = last.usage, last.timings
+    inexact = ", inexact" if usage.cached_prompt_tokens and not usage.prefix_exact else ""
     parts = [
         f"finish {types_pb2.FinishReason.Name(last.finish_reason).removeprefix('FINISH_REASON_').lower()}",
-        f"prompt {usage.prompt_tokens} tokens ({usage.cached_prompt_tokens} cached)",
+        f"prompt {usage.prompt_tokens} tokens ({usage.cached_prompt_tokens} cached{inexact})",
         f"answer {usage.output_tokens} tokens",
     ]
     if first is not None:

@@ -25,6 +25,14 @@ Message = tuple[str, str]
 """(role, content)"""
 
 
+PREFIX_REUSE = {
+    "default": types_pb2.PREFIX_REUSE_DEFAULT,
+    "any": types_pb2.PREFIX_REUSE_ANY,
+    "exact": types_pb2.PREFIX_REUSE_EXACT,
+    "none": types_pb2.PREFIX_REUSE_NONE,
+}
+
+
 def build_request(
     prompt: str | Sequence[Message] | Sequence[int],
     *,
@@ -40,12 +48,14 @@ def build_request(
     stop_strings: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
+    prefix_reuse: str = "default",
 ) -> router_pb2.GenerateRequest:
     """A checked request. Meanings and ranges: protos/types.proto.
 
     Args:
         prompt: text as it is, chat messages (role, content), or token ids.
         max_tokens: most tokens of the answer; 0 leaves it to the router.
+        prefix_reuse: "default", "any", "exact" or "none": what of the prompt may come from KV that is there already.
 
     Raises:
         InvalidRequest, TooLarge: a value that the router would refuse, or that its message cannot hold.
@@ -56,7 +66,11 @@ def build_request(
     _check_integer("logprobs", logprobs or 0, _MAX_UINT32)
     for token_id in stop_token_ids:
         _check_integer("stop token id", token_id, _MAX_UINT32)
-    request = router_pb2.GenerateRequest(model=_text("model", model))
+    if prefix_reuse not in PREFIX_REUSE:
+        raise InvalidRequest(
+            "prefix_reuse is not known", reason="BAD_PREFIX_REUSE", given=prefix_reuse, allowed=", ".join(PREFIX_REUSE)
+        )
+    request = router_pb2.GenerateRequest(model=_text("model", model), prefix_reuse=PREFIX_REUSE[prefix_reuse])
     _set_prompt(request, prompt)
     request.sampling.CopyFrom(
         types_pb2.Sampling(
@@ -139,6 +153,7 @@ class Client:
         stop_strings: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        prefix_reuse: str = "default",
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         """build_request and stream in one. A str prompt is one user message unless chat is False."""
         request = build_request(
@@ -155,6 +170,7 @@ class Client:
             stop_strings=stop_strings,
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
+            prefix_reuse=prefix_reuse,
         )
         chunks = self.stream(request, request_id=request_id, timeout_s=timeout_s)
         try:

@@ -207,6 +207,7 @@ class Relay:
         chunk.usage.output_tokens = self.num_tokens
         if self._last_output is not None:
             chunk.usage.cached_prompt_tokens = self._last_output.usage.cached_prompt_tokens
+            chunk.usage.prefix_exact = self._last_output.usage.prefix_exact
             chunk.timings.CopyFrom(self._last_output.timings)
         if self._reason == types_pb2.FINISH_REASON_STOP_STRING:
             chunk.stop_string = self._stops.matched or ""

@@ -372,6 +372,7 @@ def _submission(
         sampling=request.sampling,
         stop=request.stop,
         traceparent=active.traceparent,
+        prefix_reuse=request.prefix_reuse,
     )
     submit.stop.max_tokens = min(room, request.stop.max_tokens or DEFAULT_MAX_TOKENS)
     if remaining_s is not None:

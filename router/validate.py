@@ -29,6 +29,13 @@ def check_request(request: router_pb2.GenerateRequest) -> None:
     for field in ("tools_json", "json_schema", "lora_adapter"):
         if getattr(request, field):
             raise NotBuilt(f"{field} is not built in this version", given=field, hint=f"leave {field} empty")
+    if request.prefix_reuse not in types_pb2.PrefixReuse.values():
+        raise InvalidRequest(
+            "prefix_reuse is not known",
+            reason="BAD_PREFIX_REUSE",
+            given=request.prefix_reuse,
+            allowed=", ".join(types_pb2.PrefixReuse.keys()),
+        )
     _check_prompt(request)
     check_sampling(request.sampling)
     _check_stops(request)

@@ -18,12 +18,12 @@ from protos.errors import InvalidRequest
 # Well documented, in every supported version.
 _DOCUMENTED = (
     "argparse", "ast", "bdb", "bisect", "calendar", "codecs", "configparser", "contextlib", "copy", "csv",
-    "dataclasses", "datetime", "difflib", "dis", "doctest", "enum", "fileinput", "fractions", "ftplib", "functools", "gettext", "glob",
-    "gzip", "heapq", "imaplib", "inspect", "locale", "mailbox", "mimetypes", "numbers", "optparse", "pathlib", "pdb",
-    "pickle", "pickletools", "platform", "plistlib", "pprint", "profile", "pstats", "pydoc", "random", "sched",
-    "shelve", "shutil", "smtplib", "socket", "socketserver", "ssl", "statistics", "string", "subprocess", "tarfile", "tempfile",
-    "textwrap", "threading", "timeit", "tokenize", "traceback", "turtle", "types", "typing", "uuid", "warnings",
-    "weakref", "zipfile",
+    "dataclasses", "datetime", "difflib", "dis", "doctest", "enum", "fileinput", "fractions", "ftplib", "functools",
+    "gettext", "glob", "gzip", "heapq", "imaplib", "inspect", "locale", "mailbox", "mimetypes", "numbers", "optparse",
+    "pathlib", "pdb", "pickle", "pickletools", "platform", "plistlib", "pprint", "profile", "pstats", "pydoc",
+    "random", "sched", "shelve", "shutil", "smtplib", "socket", "socketserver", "ssl", "statistics", "string",
+    "subprocess", "tarfile", "tempfile", "textwrap", "threading", "timeit", "tokenize", "traceback", "turtle",
+    "types", "typing", "uuid", "warnings", "weakref", "zipfile",
 )  # fmt: skip
 _SOURCES = ("argparse", "heapq", "statistics", "tarfile", "textwrap", "difflib", "calendar", "pickle", "threading")
 
