@@ -92,6 +92,8 @@ class Verifier:
             return page_checksum(buffer[page * arena.page_bytes : (page + 1) * arena.page_bytes])
 
     def close(self) -> None:
+        """Gives up its mappings, and the control block's."""
         for mapping in self._maps.values():
             mapping.close()
         self._maps.clear()
+        del self._control

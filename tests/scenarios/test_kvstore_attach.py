@@ -15,6 +15,7 @@ import pytest
 from kvstore import client
 from kvstore.client import Admitted, OpenRequest
 from kvstore.fd_server import fetch
+from kvstore.geometry import LAYOUT_VERSION
 from protos import kvstore_pb2, kvstore_pb2_grpc, rpc
 from protos.errors import (
     CapacityError,
@@ -91,7 +92,7 @@ def test_rows_and_words_are_seen_by_the_next_process(store: StoreProcess) -> Non
     code = (
         "a = attach()\n"
         "slot = a.open([OpenRequest('r', 's', [1, 2, 3], 200, b'frozen')])[0].slot\n"
-        "page = a.reserve([(slot, 3)])[slot]['full'][0]\n"
+        "page = a.reserve([(slot, 3, 1)])[slot]['full'][0].page_id\n"
         "a.arenas['full'].page(page)[:5] = b'rows!'\n"
         "a.control.append_tokens(slot, [4]); a.control.commit(slot, 3)\n"
         "say(slot, page); sys.stdin.readline(); a.close(); say('closed'); sys.stdin.readline()\n"
@@ -113,7 +114,7 @@ def test_a_killed_worker_frees_everything_and_the_device(store: StoreProcess) ->
     code = (
         "a = attach()\n"
         "s = [r.slot for r in a.open([OpenRequest(f'r{i}', '', [1] * 130, 256, b'') for i in range(3)])]\n"
-        "a.reserve([(slot, 130) for slot in s]); a.control.commit(s[0], 130); a.seal([(s[0], 130)])\n"
+        "a.reserve([(slot, 130, 1) for slot in s]); a.control.commit(s[0], 130); a.seal([(s[0], 130, 1)])\n"
         "say(a.epoch); sys.stdin.readline()\n"
     )
     with worker_process(store, code) as worker:
@@ -126,9 +127,8 @@ def test_a_killed_worker_frees_everything_and_the_device(store: StoreProcess) ->
         eventually(lambda: store.device().sequences == 0)
         after = store.device()
         assert after.worker_id == ""
-        assert [(g.pages_free, g.pages_promised, g.pages_open, g.pages_sealed) for g in after.groups] == [
-            (8, 0, 0, 0)
-        ] * 2
+        assert [g.pages_free + g.pages_cached for g in after.groups] == [8, 8]
+        assert [(g.pages_promised, g.pages_open, g.pages_sealed) for g in after.groups] == [(0, 0, 0)] * 2
         with store.attach() as attachment:
             assert attachment.epoch > epoch
             assert attachment.control.live_slots() == []
@@ -198,11 +198,11 @@ def test_a_geometry_digest_that_differs_is_printed_from_both_sides(store: StoreP
 
 def test_another_layout_version_is_refused(store: StoreProcess) -> None:
     other = GEOMETRY.to_proto()
-    other.layout_version = 2
+    other.layout_version = LAYOUT_VERSION + 1
     error = raw_attach_error(store, kvstore_pb2.AttachRequest(open=asked(geometry=other)))
     assert error.reason == "GEOMETRY_MISMATCH"
-    assert "layout 2 (worker)" in str(error)
-    assert "layout 1 (store)" in str(error)
+    assert "layout 3 (worker)" in str(error)
+    assert "layout 2 (store)" in str(error)
 
 
 def test_a_store_that_answers_with_other_sizes_is_refused_by_the_worker(

@@ -43,14 +43,14 @@ def test_a_store_that_goes_away_is_told_once_and_calls_fail_by_name(signum: int)
         attachment = store.attach(on_lost=told.put)
         (result,) = attachment.open([OpenRequest("r", "", [1, 2], 200)])
         assert isinstance(result, Admitted)
-        page = attachment.reserve([(result.slot, 2)])[result.slot]["full"][0]
+        page = attachment.reserve([(result.slot, 2, 1)])[result.slot]["full"][0].page_id
         attachment.arenas["full"].page(page)[:2] = b"ok"
         store.stop(signum)
         why = told.get(timeout=10)
         assert ("SIGTERM" in why) == (signum == signal.SIGTERM)
         calls = (
             lambda: attachment.open([]),
-            lambda: attachment.reserve([(result.slot, 2)]),
+            lambda: attachment.reserve([(result.slot, 2, 1)]),
             lambda: attachment.seal([]),
             lambda: attachment.truncate(result.slot, 1),
             lambda: attachment.release([result.slot]),

@@ -29,7 +29,7 @@ def attachment(store: StoreProcess) -> Iterator[Attachment]:
 
 
 def ask(request_id: str = "r", num_prompt: int = 1, max_tokens: int = 1, salt: str = "") -> OpenRequest:
-    return OpenRequest(request_id, salt, list(range(num_prompt)), max_tokens)
+    return OpenRequest(request_id, salt, list(range(num_prompt)), max_tokens, reuse=False)
 
 
 def slot_of(result: Admitted | Refused) -> int:
@@ -38,7 +38,8 @@ def slot_of(result: Admitted | Refused) -> int:
 
 
 def counts(device: kvstore_pb2.DeviceStats) -> list[tuple[int, int, int, int]]:
-    return [(g.pages_free, g.pages_promised, g.pages_open, g.pages_sealed) for g in device.groups]
+    """Free or cached, promised, open, sealed."""
+    return [(g.pages_free + g.pages_cached, g.pages_promised, g.pages_open, g.pages_sealed) for g in device.groups]
 
 
 def cpu0(store: StoreProcess) -> kvstore_pb2.DeviceStats:
@@ -112,13 +113,14 @@ def test_a_sequence_from_open_to_release(store: StoreProcess, attachment: Attach
     )
     assert control.token_log(slot) == list(range(1000, 1300))
     assert (control.committed(slot), control.live_slots()) == (0, [slot])
-    new = attachment.reserve([(slot, 300)])
+    new = attachment.reserve([(slot, 300, 1)])
     assert {group: len(pages) for group, pages in new[slot].items()} == {"full": 3, "window": 3}
-    assert new[slot]["full"] == control.sequence_pages(slot, "full")
-    assert attachment.reserve([(slot, 384)]) == {}
+    assert [page.page_id for page in new[slot]["full"]] == control.sequence_pages(slot, "full")
+    assert attachment.reserve([(slot, 384, 1)]) == {}
     write_rows(attachment, slot, 0, 300)
-    assert attachment.seal([(slot, 300)]) == 4
-    assert attachment.seal([(slot, 300)]) == 0
+    sealed = attachment.seal([(slot, 300, 1)])
+    assert (sealed.pages_sealed, sealed.bases) == (4, {slot: {"full": 256, "window": 256}})
+    assert attachment.seal([(slot, 300, 1)]).pages_sealed == 0
     expected = list(
         page_hashes(control.token_log(slot), salt="tenant", weights_digest=b"w" * 16, geometry_digest=GEOMETRY.digest())
     )
@@ -127,39 +129,42 @@ def test_a_sequence_from_open_to_release(store: StoreProcess, attachment: Attach
         assert [bytes(h) for h in entries["hash"]] == [*expected, bytes(16)]
         assert [bytes(h) for h in entries["parent"]] == [bytes(16), expected[0], bytes(16)]
         assert entries["state"].tolist() == [PageState.SEALED, PageState.SEALED, PageState.OPEN]
-        assert entries["owner"].tolist() == [slot] * 3
-    assert int(control.slots["base"][slot]) == 256
+        assert entries["refs"].tolist() == [1] * 3
+        assert control.base(slot, group) == 256
     assert counts(cpu0(store)) == [(5, 2, 1, 2)] * 2
     for token in range(100):
         control.append_tokens(slot, [token])
-        attachment.reserve([(slot, 301 + token)])
+        attachment.reserve([(slot, 301 + token, 1)])
         write_rows(attachment, slot, 300 + token, 301 + token)
     assert read_rows(attachment, slot, "full") == control.token_log(slot)
     assert attachment.release([slot]) == 8
     assert counts(cpu0(store)) == [(8, 0, 0, 0)] * 2
     assert control.live_slots() == []
     for group in ("full", "window"):
-        assert not control.pages[group]["state"].any()
-        assert not control.pages[group]["hash"].any()
-        assert control.pages[group]["owner"].tolist() == [-1] * 8
+        states = control.pages[group]["state"]
+        assert sorted(states.tolist()) == [PageState.FREE] * 6 + [PageState.CACHED] * 2
+        assert (states != PageState.FREE).tolist() == control.pages[group]["hash"].any(axis=1).tolist()
+        assert not control.pages[group]["refs"].any()
+    assert attachment.verify() == []
 
 
 @pytest.mark.parametrize("cut", [0, 1, 127, 128, 130, 255, 256, 299, 300])
 def test_truncated_sequences_read_their_own_rows_and_go_on(attachment: Attachment, cut: int) -> None:
     slot = slot_of(attachment.open([ask("r", 300, 600)])[0])
-    attachment.reserve([(slot, 300)])
+    attachment.reserve([(slot, 300, 1)])
     write_rows(attachment, slot, 0, 300)
-    attachment.seal([(slot, 300)])
+    attachment.seal([(slot, 300, 1)])
     sealed = {g.name: bytes(attachment.arenas[g.name].buffer) for g in GEOMETRY.groups}
     before = {g.name: attachment.control.sequence_pages(slot, g.name) for g in GEOMETRY.groups}
-    copies = attachment.truncate(slot, cut)
-    assert bool(copies) == (cut < 256 and cut % 128 != 0)
+    copies = attachment.truncate(slot, cut).copies
+    if cut >= 256 or cut % 128 == 0:
+        assert not copies  # elsewhere there is one, unless the page is seen by nobody else and taken again
     assert (attachment.control.logged(slot), attachment.control.committed(slot)) == (cut, cut)
     copy_rows(attachment, copies)
     assert read_rows(attachment, slot, "full") == list(range(cut))
     more = [7000 + i for i in range(200)]
     attachment.control.append_tokens(slot, more)
-    attachment.reserve([(slot, cut + 200)])
+    attachment.reserve([(slot, cut + 200, 1)])
     write_rows(attachment, slot, cut, cut + 200)
     for group in GEOMETRY.groups:
         assert read_rows(attachment, slot, group.name) == [*range(cut), *more]
@@ -187,13 +192,13 @@ def test_misuse_is_named_and_hurts_nobody(store: StoreProcess, attachment: Attac
             "FIELD_TOO_LONG",
             lambda: attachment.open([OpenRequest("r", "", [1], 1, bytes(MAX_FROZEN_BYTES + 1))]),
         ),
-        (InvalidRequest, "OVER_PROMISE", lambda: attachment.reserve([(slot, 101)])),
-        (NotFound, "UNKNOWN_SLOT", lambda: attachment.reserve([(slot, 1), (other, 1)])),
-        (NotFound, "UNKNOWN_SLOT", lambda: attachment.reserve([(4_000_000, 1)])),
+        (InvalidRequest, "OVER_PROMISE", lambda: attachment.reserve([(slot, 101, 1)])),
+        (NotFound, "UNKNOWN_SLOT", lambda: attachment.reserve([(slot, 1, 1), (other, 1, 1)])),
+        (NotFound, "UNKNOWN_SLOT", lambda: attachment.reserve([(4_000_000, 1, 1)])),
         (NotFound, "UNKNOWN_SLOT", lambda: attachment.truncate(other, 0)),
         (NotFound, "UNKNOWN_SLOT", lambda: attachment.release([slot, other])),
         (InvalidRequest, "DUPLICATE_SLOT", lambda: attachment.release([slot, slot])),
-        (PreconditionFailed, "NOT_COMMITTED", lambda: attachment.seal([(slot, 1)])),
+        (PreconditionFailed, "NOT_COMMITTED", lambda: attachment.seal([(slot, 1, 1)])),
         (PreconditionFailed, "TRUNCATE_EXTENDS", lambda: attachment.truncate(slot, 11)),
     ]
     for kind, reason, call in cases:
@@ -225,17 +230,23 @@ def test_1000_sequences_opened_and_released_leave_the_stats_as_they_were(
             continue
         opened += 1
         live.append(result.slot)
-        attachment.reserve([(result.slot, prompt)])
+        attachment.reserve([(result.slot, prompt, 1)])
         attachment.control.commit(result.slot, prompt)
         if rng.random() < 0.5:
-            attachment.seal([(result.slot, prompt)])
+            attachment.seal([(result.slot, prompt, 1)])
         if rng.random() < 0.3:
             attachment.truncate(result.slot, rng.randrange(prompt + 1))
     attachment.release(live)
     at_end = cpu0(store)
-    for group in (*at_start.groups, *at_end.groups):
-        group.ClearField("pages_sealed_ever")
+    for device in (at_start, at_end):
+        for field in ("prefix_misses", "truncates_exact"):
+            device.ClearField(field)  # type: ignore[arg-type]
+        for group in device.groups:
+            group.pages_free += group.pages_cached
+            for name in ("pages_sealed_ever", "pages_evicted_ever", "pages_cached"):
+                group.ClearField(name)  # type: ignore[arg-type]
     assert at_end == at_start
+    assert attachment.verify() == []
     assert attachment.control.live_slots() == []
 
 
@@ -243,7 +254,7 @@ def test_two_processes_get_the_same_hashes_for_the_same_tokens(store: StoreProce
     code = (
         "a = attach(device='cpu:{device}')\n"
         "slot = a.open([OpenRequest('r', '{salt}', list(range(256)), 256, b'')])[0].slot\n"
-        "a.reserve([(slot, 256)]); a.control.commit(slot, 256); a.seal([(slot, 256)])\n"
+        "a.reserve([(slot, 256, 1)]); a.control.commit(slot, 256); a.seal([(slot, 256, 1)])\n"
         "pages = a.control.sequence_pages(slot, 'full')\n"
         "say([bytes(h).hex() for h in a.control.pages['full']['hash'][pages]]); a.close()\n"
     )
