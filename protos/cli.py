@@ -34,6 +34,7 @@ COMMANDS = {
     "kvstore": LazyCommand("kvstore.cli:kvstore_group", "Run a kvstore by itself."),
     "kernels": LazyCommand("kernels.cli:kernels_group", "Build and verify GPU kernels."),
     "codec": LazyCommand("kernels.cli:codec_group", "Measure the KV codec."),
+    "quality": LazyCommand("worker.quality_cli:quality", "Measure what KV modes do to a model's predictions."),
 }
 
 

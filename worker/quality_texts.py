@@ -11,6 +11,7 @@ import pydoc_data.topics
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from protos.errors import InvalidRequest
@@ -90,6 +91,7 @@ def _source(module: str) -> str:
     return file.read_text("utf-8") if file.is_file() else ""  # some are packages in one version and not in another
 
 
+@cache
 def _docstrings() -> str:
     found: list[str] = []
     for module in _DOCUMENTED:

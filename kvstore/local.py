@@ -1,0 +1,104 @@
+"""An attachment without a store process: a device of this process alone, for measuring and for tests.
+
+The tables, the control block and the arenas are those of the store; what is missing is the other process. So nothing
+outlives this one, nobody else can attach, and there is no session that could be lost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from kvstore.answers import Admitted, Forked, NewPage, Refused, SealResult, TailCopy, Truncated
+from kvstore.arena import Arena, StoreArena
+from kvstore.client import OpenRequest
+from kvstore.device import Device, DeviceSpec, NewSequence
+from kvstore.geometry import CacheGeometry
+
+
+class LocalAttachment:
+    """The calls of ``kvstore.client.Attachment`` over ``num_pages`` pages in each group. A context manager.
+
+    Raises:
+        CapacityError: NOT_ENOUGH_MEMORY.
+        ConfigError: a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        *,
+        num_pages: int,
+        max_sequences: int,
+        max_sequence_tokens: int,
+        checkpoint_slots: int = 0,
+    ) -> None:
+        tails = (max_sequences + checkpoint_slots) * geometry.tail_bytes
+        arena_bytes = num_pages * sum(group.page_bytes for group in geometry.groups) + tails
+        spec = DeviceSpec(
+            "cpu:0", geometry, arena_bytes, max_sequences, max_sequence_tokens, b"local", checkpoint_slots
+        )
+        self.device = Device.allocate(spec)
+        self._end = weakref.finalize(self, self.device.close)
+        self.device.control.epoch = self.epoch = 1
+        self.geometry = geometry
+        self.control = self.device.control
+        self.arenas = {name: _mapped(arena) for name, arena in self.device.arenas.pages.items()}
+        self.tails = {name: _mapped(arena) for name, arena in self.device.arenas.tails.items()}
+
+    def open(self, sequences: Sequence[OpenRequest]) -> list[Admitted | Refused]:
+        return self.device.open(
+            NewSequence(
+                s.request_id,
+                s.tenant_salt,
+                s.prompt_token_ids,
+                s.max_tokens,
+                s.frozen_request,
+                s.reuse,
+                s.exact_only,
+            )
+            for s in sequences
+        )
+
+    def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> dict[int, dict[str, list[NewPage]]]:
+        return self.device.reserve(wanted)
+
+    def seal(
+        self, sealed: Sequence[tuple[int, int, int]], checksums: Mapping[tuple[str, int], int] | None = None
+    ) -> SealResult:
+        return self.device.seal(sealed, checksums)
+
+    def truncate(self, slot: int, num_tokens: int) -> Truncated:
+        return self.device.truncate(slot, num_tokens)
+
+    def fork(self, slot: int, request_id: str, max_tokens: int, frozen_request: bytes = b"") -> Forked | Refused:
+        return self.device.fork(slot, request_id, max_tokens, frozen_request)
+
+    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> list[TailCopy]:
+        return self.device.checkpoint(slot, num_tokens, kind)
+
+    def release(self, slots: Sequence[int]) -> int:
+        return self.device.release(slots)
+
+    def verify(self) -> list[str]:
+        return [*self.device.verifier.tables(), *self.device.verifier.checksums()[0]]
+
+    def close(self) -> None:
+        """Gives up the memory; it goes when the last view of it does."""
+        for arena in (*self.arenas.values(), *self.tails.values()):
+            arena.close()
+        del self.control
+        self._end()
+
+    def __enter__(self) -> LocalAttachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _mapped(arena: StoreArena) -> Arena:
+    return Arena(arena.group, arena.num_pages, arena.page_bytes, arena.memory.map())
