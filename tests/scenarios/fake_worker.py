@@ -43,6 +43,8 @@ class Script:
     logprobs: bool = False
     seed: int = 0
     usage_off_by: int = 0
+    cached: int = 0  # prompt tokens that needed no computing
+    prefix_exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 output.finish_reason = types_pb2.FinishReason.ValueType(finish)
                 output.usage.prompt_tokens = len(submit.prompt_token_ids)
                 output.usage.output_tokens = len(tokens) + script.usage_off_by
+                output.usage.cached_prompt_tokens = script.cached
+                output.usage.prefix_exact = script.prefix_exact
                 output.timings.prefill_ns = 1000
             if ended:
                 del self.active[submit.request_id]

@@ -15,7 +15,7 @@ import pytest
 from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
 from router import registry, relay
-from router.client import Client, build_request
+from router.client import PREFIX_REUSE, Client, build_request
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 from tests.scenarios.router_harness import Answer, answer, cluster, until
@@ -60,6 +60,19 @@ async def test_an_answer_has_text_offsets_usage_and_a_reason(folder: Path, text_
         assert got.chunks[0].request_id == "r-1"
         assert got.last.usage.prompt_tokens == len(it.workers[0].submits[0].prompt_token_ids)
         await it.settled()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+async def test_what_of_a_prompt_was_reused_and_may_be(folder: Path, text_ids: list[int], exact: bool) -> None:
+    async with cluster(folder, Script([*text_ids, EOS], cached=3, prefix_exact=exact)) as it:
+        for asked in ("default", "any", "exact", "none"):
+            got = await answer(it.client, "hello", prefix_reuse=asked)
+            assert (got.last.usage.cached_prompt_tokens, got.last.usage.prefix_exact) == (3, exact)
+            assert it.workers[0].submits[-1].prefix_reuse == PREFIX_REUSE[asked]
+        with pytest.raises(TailpackError, match="BAD_PREFIX_REUSE"):
+            build_request("hello", prefix_reuse="some")
+        request = router_pb2.GenerateRequest(text="hello", prefix_reuse=9)  # type: ignore[arg-type]
+        assert (await refused(it.client.stream(request))).reason == "BAD_PREFIX_REUSE"
 
 
 async def test_chat_goes_through_the_template_and_text_does_not(folder: Path, text_ids: list[int]) -> None:
