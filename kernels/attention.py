@@ -185,9 +185,9 @@ def merge(attended: Sequence[Part], sinks: Tensor | None = None) -> Tensor:
             )
         logits.append(sinks.to(torch.float32).expand_as(logits[0]))
     lse = torch.stack(logits)
-    # Bounded, because inf - inf is NaN: no row and no sink leaves exp(-inf) = 0, an infinite sink exp(0) = 1.
+    # Bounded, because inf - inf is NaN: no row and no sink leaves exp(-inf) = 0, an infinite sink 0 / inf.
     top = lse.amax(0).clamp_(_LOWEST, -_LOWEST)
-    weights = (lse - top).clamp_(max=0.0).exp_()
+    weights = (lse - top).exp_()
     weights /= weights.sum(0).clamp_(min=1.0)  # the largest logit has weight 1
     out = attended[0].out * weights[0].unsqueeze(-1)
     for part, weight in zip(attended[1:], weights[1:], strict=False):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import PackedRegion, Part, attend_dense, attend_packed, merge
@@ -21,6 +21,7 @@ from kernels.page_codec import RegionRows, RowCodec, arena_planes, pack_pages, r
 from kernels.page_layout import Region, page_layout
 
 PAGE = 128
+SLOW = [HealthCheck.too_slow]  # a loaded machine is no fault of the code
 TOLERANCE = 1e-5
 KINDS = {
     "tq4": ("tq4", "tq4"),
@@ -170,7 +171,7 @@ def queries(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     dim=st.sampled_from([64, 128, 256, 512]),
@@ -206,7 +207,7 @@ def test_packed_pages_against_the_reference(
     check(seq, q, num_tokens=tokens, first_position=max(0, tokens - back), window=window, softcap=softcap)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
 @given(
     ratio=st.sampled_from([2, 4, 32, 128]),
     tokens=st.integers(0, 700),
@@ -240,14 +241,14 @@ def test_widths_that_are_no_power_of_two(kind: str, dim: int) -> None:
     check(seq, queries(1, 3, 6, dim), num_tokens=300, first_position=299)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
 @given(
     dim=st.sampled_from([64, 128]),
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 3, 8]),
     num_queries=st.integers(1, 40),
-    history=st.integers(0, 300),
-    first_row=st.integers(0, 1000),
+    history=st.integers(-5, 300),
+    first_row=st.integers(5, 1000),
     own=st.booleans(),
     window=st.sampled_from([0, 0, 0, 1, 37, 128]),
     softcap=st.sampled_from([0.0, 0.0, 5.0]),
@@ -267,8 +268,8 @@ def test_dense_rows_against_the_reference(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    """A tail, and a tail with the queries' own rows behind it."""
-    num_rows = history + num_queries * own
+    """A tail, a tail with the queries' own rows behind it, and rows that begin behind the first query."""
+    num_rows = max(0, history + num_queries * own)
     k = queries(seed, num_rows, kv_heads, dim).to(dtype)
     v = queries(seed + 1, num_rows, kv_heads, dim).to(dtype)
     q = queries(seed + 2, num_queries, kv_heads * group, dim).to(dtype)
@@ -283,7 +284,7 @@ def test_dense_rows_against_the_reference(
     compare(got.out, out, "out")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(
     base=st.sampled_from([0, 128, 256, 512]),
     tail=st.integers(0, 200),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import fp8, record_sizes, turboquant
@@ -114,7 +114,7 @@ def test_rows_come_back_as_the_codec_gives_them(dim: int) -> None:
         assert not got[0, 0, 0].any(), "a zero row is exact zeros"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(CODEC_NAMES),
     dim=st.sampled_from([8, 10, 40, 64, 96, 100, 112, 128, 192, 256, 512]),
