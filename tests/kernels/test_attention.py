@@ -341,6 +341,16 @@ def test_pages_tail_and_sinks_merge_to_one_attention(
         assert not got[:, 0].any(), "an infinite sink takes everything"
 
 
+@pytest.mark.parametrize("late", [1, 3, 8])
+def test_queries_before_the_first_row_see_nothing(late: int) -> None:
+    k, v, q = queries(1, 9 - late, 2, 64), queries(2, 9 - late, 2, 64), queries(3, 9, 6, 64)
+    got = attend_dense(q, k, v, first_position=100, first_row=100 + late, sm_scale=0.125)
+    out, lse = reference(q, k, v, first_position=100, first_row=100 + late, sm_scale=0.125)
+    compare(got.lse, lse, "lse")
+    compare(got.out, out, "out")
+    assert (got.lse[:late] == -math.inf).all()
+
+
 def test_nothing_visible_gives_minus_infinity_and_zero() -> None:
     seq = sequence("tq4", 64, 2, 256)
     q = queries(0, 3, 6, 64)
