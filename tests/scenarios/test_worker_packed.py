@@ -102,5 +102,6 @@ def test_rollback_and_fork_through_a_store_process(tmp_path: Path, store: StoreP
         harness.step()
     assert ends[0] == ends[1] and ends[0][2] > 0
     assert client.verify(store.socket) == []
-    assert store.device().truncates_deep == 2 and store.device().forks == 1 and store.device().sequences == 0
+    device = store.device()
+    assert (device.truncates_deep, device.truncates_exact, device.forks, device.sequences) == (1, 1, 1, 0)
     there.real.close()
