@@ -75,7 +75,7 @@ def quality(
     and compares: how often the most likely token is the same, the divergence KL(dense || mode), perplexity. Prints a
     table; writes quality.png, quality.svg and quality.jsonl to OUT. Ctrl-C prints what there is until then.
     """
-    logs.configure("quality")
+    logs.configure("quality", level="warning")  # how far a mode engages is in the table
     console = Console(highlight=False)
     cases = list(all_cases(modes, edges))
     folder, name = resolve_model(model)
@@ -107,25 +107,25 @@ def quality(
     except KeyboardInterrupt:
         stopped = ", stopped early"
     measured = results[0].total.predictions if results else 0
-    title = f"{name}: {measured:,} predictions over {len(texts)} texts, chunks of {chunk}{stopped}"
-    if measured:
-        console.print(quality_report.table(results, title))
-    if stopped:
-        console.print("stopped; no files written")
-        sys.exit(130)
-    out.mkdir(parents=True, exist_ok=True)
+    title = f"{name}: {measured:,} predictions, {len(texts)} texts, chunks of {chunk}{stopped}"
     command = (
         f"tailpack quality --model {Path(model).name} --tokens {tokens} --text-tokens {text_tokens} "
         f"--modes {','.join(modes)} --edges {edges[0]},{edges[1]} --chunk {chunk} --threads {config.num_threads}"
     ) + "".join(f" --text {file.name}" for file in files)
-    lines = quality_report.records(results, texts, model=name, chunk=chunk, command=command)
+    lines = quality_report.records(results, texts, model=name, chunk=chunk, command=command) if measured else []
+    if lines:
+        console.print(quality_report.table(lines, title))
+    if stopped:
+        console.print("stopped; no files written")
+        sys.exit(130)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "quality.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     console.print(f"wrote {out / 'quality.jsonl'}")
     if no_plot:
         return
     plots = [out / "quality.png", out / "quality.svg"]
     try:
-        quality_report.plot(results, title, plots)
+        quality_report.plot(lines, title, plots)
     except ModuleNotFoundError as missing:
         raise click.ClickException(
             f"plots need matplotlib ({missing}): install tailpack[plots], or pass --no-plot"

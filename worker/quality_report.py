@@ -1,10 +1,10 @@
-"""What ``tailpack quality`` found, as a table, as a plot and as records."""
+"""What ``tailpack quality`` found, as records, and those as a table and as a plot."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,72 +21,7 @@ from worker.quality_texts import Text
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def table(results: Sequence[CaseResult], title: str) -> Table:
-    made = Table(title=title)
-    for head in ("mode", "edges"):
-        made.add_column(head)
-    for head in ("bytes/token", "if bf16", "read packed", "top-1", "mean KL", "of the texts", "perplexity"):
-        made.add_column(head, justify="right")
-    for result in results:
-        total, kls = result.total, _kls(result)
-        made.add_row(
-            result.case.mode,
-            "{}+{} dense".format(*result.case.edges) if any(result.case.edges) else "-",
-            f"{result.geometry.bytes_per_token:,.0f}",
-            f"{bf16_bytes_per_token(result.geometry):,.0f}",
-            f"{total.packed_share:.1%}",
-            f"{total.agreement:.2%}",
-            f"{total.mean_kl:.5f}",
-            f"{min(kls):.5f} to {max(kls):.5f}" if kls else "-",
-            f"{total.perplexity:.3f}",
-        )
-    return made
-
-
-def plot(results: Sequence[CaseResult], title: str, files: Sequence[Path]) -> None:
-    """Draws into ``files``; the format follows from each name. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
-    figure.suptitle(title)
-    colours = {mode: f"C{i}" for i, mode in enumerate(dict.fromkeys(r.case.mode for r in results))}
-    points: dict[str, list[tuple[float, float, float]]] = {}
-    for result in results:
-        total, edges = result.total, any(result.case.edges)
-        at = bf16_bytes_per_token(result.geometry)
-        points.setdefault(result.case.mode, []).append((at, total.mean_kl, total.perplexity))
-        for axes, value in ((left, total.mean_kl), (right, total.perplexity)):
-            if axes is right or value > 0:  # KL is drawn on a log scale
-                colour = colours[result.case.mode]
-                face = "white" if edges else colour
-                axes.plot(at, value, marker="o", ls="none", ms=8, color=colour, mfc=face, zorder=3)
-    for mode, pair in points.items():
-        for axes, index in ((left, 1), (right, 2)):
-            shown = [(p[0], p[index]) for p in pair if axes is right or p[index] > 0]
-            if shown:
-                axes.plot(*zip(*shown, strict=True), color=colours[mode], lw=1)
-                axes.annotate(mode, shown[0], (0, 9), textcoords="offset points", ha="center", color=colours[mode])
-    dense = [r.total.perplexity for r in results if r.case.mode == "dense"]
-    if dense:
-        right.axhline(dense[0], color="0.5", ls="--", lw=1, zorder=0)
-    left.plot([], [], "o", color="k", label="all layers packed")
-    left.plot([], [], "o", color="k", mfc="white", label="first and last layers dense")
-    left.set(xlabel="KV bytes a token (dense rows as bf16)", ylabel="mean KL(dense || mode), nats", yscale="log")
-    right.set(xlabel="KV bytes a token (dense rows as bf16)", ylabel="perplexity")
-    for axes in (left, right):
-        axes.set_xscale("log")
-        ticks = [p[0] for pair in points.values() for p in pair[:1]]
-        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks], rotation=45, fontsize=8)
-        axes.minorticks_off() if axes is right else axes.xaxis.minorticks_off()
-        axes.margins(0.12)
-        axes.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    for file in files:
-        figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+Record = Mapping[str, Any]
 
 
 def records(
@@ -115,6 +50,8 @@ def records(
             "commit": _commit(),
             "command": command,
             "kind": "measured",
+            "mode": result.case.mode,
+            "edges": list(result.case.edges),
             "top1_agreement": total.agreement,
             "perplexity": total.perplexity,
             "perplexity_dense": dense.perplexity if dense else None,
@@ -130,6 +67,77 @@ def records(
         for result in results
         for total, kls in ((result.total, _kls(result)),)
     ]
+
+
+def table(lines: Sequence[Record], title: str) -> Table:
+    """A row a record; narrow enough for 80 columns."""
+    caption = (
+        "packed: K and V rows read that were records. KL(dense || mode): nats a token, mean and worst text. "
+        "bytes: KV pages a token, as run and with dense rows as bf16."
+    )
+    made = Table(
+        title=title, caption=caption, caption_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim"
+    )
+    for head in ("mode", "edges"):
+        made.add_column(head, no_wrap=True)
+    for head in ("bytes", "bf16", "packed", "top-1", "mean KL", "worst KL", "perplexity"):
+        made.add_column(head, justify="right", no_wrap=True)
+    for line in lines:
+        made.add_row(
+            line["mode"],
+            "{}+{}".format(*line["edges"]) if any(line["edges"]) else "-",
+            f"{line['bytes_per_token']:,.0f}",
+            f"{line['bytes_per_token_bf16']:,.0f}",
+            f"{line['rows_read_packed_share']:.1%}",
+            f"{line['top1_agreement']:.2%}",
+            f"{line['value']:.5f}",
+            f"{line['spread'][1]:.5f}",
+            f"{line['perplexity']:.3f}",
+        )
+    return made
+
+
+def plot(lines: Sequence[Record], title: str, files: Sequence[Path]) -> None:
+    """Draws into ``files``; the format follows from each name. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    figure.suptitle(title)
+    modes = [*dict.fromkeys(line["mode"] for line in lines)]
+    for panel, key in zip(axes, ("value", "perplexity"), strict=True):
+        for index, mode in enumerate(modes):
+            # A divergence of 0 has no place on a log scale.
+            mine = [line for line in lines if line["mode"] == mode and (key != "value" or line[key] > 0)]
+            for line in mine:
+                face = "white" if any(line["edges"]) else f"C{index}"
+                panel.plot(line["bytes_per_token_bf16"], line[key], "o", ms=8, color=f"C{index}", mfc=face, zorder=3)
+            if mine:
+                places = [(line["bytes_per_token_bf16"], line[key]) for line in mine]
+                panel.plot(*zip(*places, strict=True), color=f"C{index}", lw=1)
+                panel.annotate(
+                    mode, places[0], (-4, 9), textcoords="offset points", ha="right", color=f"C{index}", fontsize=9
+                )
+        ticks = [line["bytes_per_token_bf16"] for line in lines if not any(line["edges"])]
+        panel.set(xscale="log", xlabel="KV bytes a token (dense rows as bf16)")
+        panel.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks], rotation=60, fontsize=8)
+        panel.xaxis.minorticks_off()
+        panel.margins(0.15)
+        panel.grid(alpha=0.3)
+    left, right = axes
+    left.set(ylabel="mean KL(dense || mode), nats", yscale="log")
+    right.set(ylabel="perplexity")
+    for line in lines:
+        if line["mode"] == "dense":
+            right.axhline(line["perplexity"], color="0.5", ls="--", lw=1, zorder=0)
+    left.plot([], [], "o", color="k", label="all layers packed")
+    left.plot([], [], "o", color="k", mfc="white", label="first and last layers dense")
+    left.legend(fontsize=8)
+    for file in files:
+        figure.savefig(file, dpi=150)
+    pyplot.close(figure)
 
 
 def bf16_bytes_per_token(geometry: CacheGeometry) -> float:

@@ -133,13 +133,13 @@ def test_refusals_are_named(model: Model) -> None:
 
 
 def test_table_and_records_are_complete(results: dict[str, CaseResult]) -> None:
-    console = Console(width=160)
-    with console.capture() as captured:
-        console.print(quality_report.table([*results.values()], "title"))
-    rows = [line for line in captured.get().splitlines() if line.startswith("│")]
-    assert len(rows) == len(results) == 11
-    assert all("nan" not in row for row in rows)
     lines = quality_report.records([*results.values()], [], model="tiny", chunk=CHUNK, command="test")
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(quality_report.table(lines, "title"))
+    rows = [line.split() for line in captured.get().splitlines() if line.startswith(MODES)]
+    assert [(row[0], row[1] != "-") for row in rows] == [(r.case.mode, any(r.case.edges)) for r in results.values()]
+    assert all(len(row) == 9 and "nan" not in row and "…" not in "".join(row) for row in rows)
     by_case = {line["case"]: line for line in json.loads(json.dumps(lines))}
     assert [*by_case] == [f"tiny-{name}" for name in results]
     line = by_case["tiny-tq4"]
