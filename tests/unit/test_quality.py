@@ -26,9 +26,14 @@ EDGES = (1, 1)  # of three layers
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("quality") / "tiny", head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
     torch.set_num_threads(1)
-    return load_model(config_for(write_model(tmp_path_factory.mktemp("quality") / "tiny", head_dim=64)))
+    return load_model(config_for(folder))
 
 
 def random_texts(count: int, num_tokens: int) -> list[list[int]]:
@@ -77,15 +82,19 @@ def test_the_share_read_packed_is_the_one_by_hand(results: dict[str, CaseResult]
         assert results[f"{mode}-edges-1-1"].total.packed_share == pytest.approx(packed / read / 3)  # one layer of three
 
 
-def test_perplexity_is_that_of_a_plain_forward_pass(model: Model, results: dict[str, CaseResult]) -> None:
-    """Other chunks cut the sums elsewhere and must not change them beyond rounding; one token a step included."""
+def test_perplexity_is_that_of_transformers_at_any_chunk(folder: Path, model: Model) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (token_ids,) = random_texts(1, 300)
     with torch.inference_mode():
-        for chunk in (1, 97):
-            (again,) = measure(model.network, model.geometry, [Case("dense")], random_texts(1, TOKENS), chunk=chunk)
-            assert again.total.predictions == TOKENS - 1
-            assert again.total.perplexity == pytest.approx(
-                math.exp(results["dense"].texts[0].nll / (TOKENS - 1)), rel=1e-5
-            )
+        logits = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(torch.tensor([token_ids])).logits
+        )
+        expected = torch.nn.functional.cross_entropy(logits[0, :-1], torch.tensor(token_ids[1:])).exp().item()
+        for chunk in (1, 97, 128, 300):
+            (result,) = measure(model.network, model.geometry, [Case("dense")], [token_ids], chunk=chunk)
+            assert result.total.predictions == 299
+            assert result.total.perplexity == pytest.approx(expected, rel=1e-4)
 
 
 def test_compare_by_hand() -> None:
