@@ -71,12 +71,20 @@ def _print_tables(response: kvstore_pb2.KvStatsResponse) -> None:
             f"{device.sequences} of {device.max_sequences} sequences, geometry {device.geometry_digest.hex()}"
         )
         table = Table("group", "mode", box=None)
-        for column in ("page bytes", "pages", "free", "promised", "open", "sealed", "MiB"):
+        for column in ("B/token", "pages", "free", "promised", "open", "sealed", "cached", "tails", "MiB"):
             table.add_column(column, justify="right")
         for g in device.groups:
-            counts = (g.page_bytes, g.pages_total, g.pages_free, g.pages_promised, g.pages_open, g.pages_sealed)
-            table.add_row(g.group, g.mode, *(f"{count:,}" for count in (*counts, g.arena_bytes >> 20)))
+            counts = (g.pages_total, g.pages_free, g.pages_promised, g.pages_open, g.pages_sealed, g.pages_cached)
+            numbers = [f"{count:,}" for count in (*counts, g.tail_slots_used, g.arena_bytes >> 20)]
+            table.add_row(g.group, f"{g.mode} {g.preset}".strip(), f"{g.bytes_per_token:,.0f}", *numbers)
         console.print(table)
+        sealed_ever = sum(group.pages_sealed_ever for group in device.groups)
+        console.print(
+            f"pages sealed ever {sealed_ever:,}; prefix reuse: {device.prefix_hits_exact:,} exact, "
+            f"{device.prefix_hits_inexact:,} inexact, {device.prefix_misses:,} missed, "
+            f"{device.prefix_tokens_reused:,} tokens; checkpoints {device.checkpoints} of {device.checkpoint_slots}; "
+            f"truncates {device.truncates_exact:,} exact, {device.truncates_deep:,} deep; forks {device.forks:,}"
+        )
 
 
 def _as_json(message: Message) -> dict[str, object]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import structlog
+
 from kvstore.answers import Admitted, Forked, NewPage, Refused, SealResult, TailCopy, Truncated
 from kvstore.arena import Arenas, Memory, allocate_arenas, pages_per_group
 from kvstore.control import MAX_FROZEN_BYTES, MAX_ID_BYTES, ControlBlock, ControlShape, check_fits
@@ -19,6 +21,8 @@ from kvstore.sequences import SealedPage, SequenceTable
 from kvstore.verify import Verifier
 from protos import kvstore_pb2
 from protos.errors import ConfigError, PreconditionFailed
+
+log = structlog.get_logger("kvstore.device")
 
 MAX_SEQUENCES = 1 << 16
 MAX_SEQUENCE_TOKENS = 1 << 24
@@ -120,6 +124,7 @@ class Device:
             events=self.events,
         )
         self.verifier = Verifier(self.table, self.control, arenas)
+        self._has_sealed = False
 
     @staticmethod
     def allocate(spec: DeviceSpec) -> Device:
@@ -224,6 +229,8 @@ class Device:
             for page in sealed:
                 self._publish(page, (checksums or {}).get((page.group, page.page)))
             count += len(sealed)
+            if sealed and not self._has_sealed:
+                self._log_first_seal()
             for name, pages in freed_before.items():
                 self._mirror_pages(name, pages)
             self._write_groups(slot)
@@ -316,6 +323,19 @@ class Device:
         self.control_memory.close()
 
     # --- the control block ---
+
+    def _log_first_seal(self) -> None:
+        """Says once that the configured modes are at work, and what they cost."""
+        self._has_sealed = True
+        geometry = self.spec.geometry
+        log.info(
+            "first pages sealed",
+            device=self.spec.device,
+            modes=geometry.modes,
+            bytes_per_token=geometry.bytes_per_token,
+            dense_windows={group.name: group.effective_window for group in geometry.groups},
+            tail_bytes=geometry.tail_bytes,
+        )
 
     def _held(self, slot: int) -> dict[str, list[int]]:
         """Pages of a sequence by group, before a call that may let some go."""

@@ -47,8 +47,10 @@ def attach(store: StoreProcess, geometry: CacheGeometry = GEOMETRY, arena_bytes:
     )
 
 
-def opened(attachment: Attachment, prompt: list[int] = PROMPT, **how: bool) -> Admitted:
-    (answer,) = attachment.open([OpenRequest("r", "t", prompt, 1200, **how)])
+def opened(
+    attachment: Attachment, prompt: list[int] = PROMPT, *, reuse: bool = True, exact_only: bool = False
+) -> Admitted:
+    (answer,) = attachment.open([OpenRequest("r", "t", prompt, 1200, reuse=reuse, exact_only=exact_only)])
     assert isinstance(answer, Admitted)
     return answer
 

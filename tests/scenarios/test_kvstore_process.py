@@ -181,7 +181,7 @@ def test_stats_as_a_table_and_as_json(folder: Path) -> None:
             table = run_cli("stats", "--socket-dir", str(folder))
             assert table.returncode == 0
             rows = [line.split() for line in table.stdout.splitlines()]
-            assert ["full", "dense", "32,768", "8", "8", "3", "0", "0", "0"] in rows
+            assert ["full", "dense", "256", "8", "8", "3", "0", "0", "0", "0", "0"] in rows
             assert "w0 attached" in table.stdout
             answer = json.loads(run_cli("stats", "--socket-dir", str(folder), "--json").stdout)
             (device,) = answer["devices"]

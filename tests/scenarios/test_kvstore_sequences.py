@@ -240,11 +240,11 @@ def test_1000_sequences_opened_and_released_leave_the_stats_as_they_were(
     at_end = cpu0(store)
     for device in (at_start, at_end):
         for field in ("prefix_misses", "truncates_exact"):
-            device.ClearField(field)  # type: ignore[arg-type]
+            device.ClearField(field)
         for group in device.groups:
             group.pages_free += group.pages_cached
             for name in ("pages_sealed_ever", "pages_evicted_ever", "pages_cached"):
-                group.ClearField(name)  # type: ignore[arg-type]
+                group.ClearField(name)
     assert at_end == at_start
     assert attachment.verify() == []
     assert attachment.control.live_slots() == []

@@ -441,8 +441,7 @@ def test_a_copy_that_the_worker_never_made_is_no_checkpoint() -> None:
         w = Worker((FULL,), num_pages=32)
         slot = opened(w, 300)
         w.table.confirm()
-        e = w.expected[slot]
-        copies = w.table.checkpoint(slot, 300, "turn_end", lambda a, b, e=e: e.tokens[a:b])
+        copies = w.table.checkpoint(slot, 300, "turn_end", lambda a, b: TOKENS[a:b])
         if goodbye:
             w._move([], copies, [])
         w.detach(goodbye=goodbye)
@@ -485,6 +484,26 @@ def test_pins_return_with_the_attachment_and_cached_pages_are_evicted_when_promi
     assert w.table.counters["pages_evicted", "edges"] == 4
     w.check()
     w.release(slot)
+
+
+def test_cached_pages_that_a_match_would_pin_are_not_counted_as_room_for_others() -> None:
+    w = Worker((DENSE,), num_pages=6)
+    w.release(opened(w, 512, 512))
+    other = opened(w, 1, 256, salt="other")
+    assert w.table.groups["edges"].num_available == 4
+    assert w.open("", TOKENS[:513], 640) == Refused("edges", 5, 4, 6)
+    w.check()
+    w.release(other)
+    admitted(w.open("", TOKENS[:513], 640))
+
+
+def test_no_checkpoint_is_kept_of_a_tail_that_was_refilled() -> None:
+    w = Worker((FULL,), num_pages=24)
+    slot = opened(w, 700)
+    assert w.truncate(slot, 300) is False
+    assert w.checkpoint(slot) == []
+    step_to(w, slot, 600, step=9)  # the refilled rows have left the tail
+    assert w.checkpoint(slot)
 
 
 def test_eviction_takes_the_end_of_a_chain_first() -> None:
