@@ -16,6 +16,7 @@ from protos import types_pb2 as pb
 from protos.errors import ConfigError, PreconditionFailed
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
 from worker import sequence_kv
+from worker.kv_view import place_of
 from worker.models import attention
 from worker.sequence import Sequence, StepResult
 from worker.weights import Model, load_model
@@ -148,6 +149,14 @@ def test_inexactness_is_inherited(load: Callable[..., Harness]) -> None:
     assert usage(harness, "d") == (0, True)
 
 
+def test_a_junction_seen_twice_gets_a_checkpoint(load: Callable[..., Harness]) -> None:
+    """Prompts that share their first 300 tokens: from the fourth on they resume exactly where they part."""
+    harness = load(**TQ4)
+    for i in range(5):
+        harness.run(request(f"r{i}", prompt(1, 300) + prompt(10 + i, 400), 2, reuse=EXACT))
+    assert [usage(harness, f"r{i}") for i in range(5)] == [(0, True)] * 3 + [(256, True)] * 2
+
+
 def test_hits_never_cross_tenants(load: Callable[..., Harness]) -> None:
     harness = load(**TQ4)
     harness.run(request("a", prompt(1, 300), 5, tenant="x"))
@@ -233,6 +242,14 @@ def test_a_deep_rollback_then_300_steps(
     assert bool(oracle.num_lossy) != truncated.exact
     assert sequence.bases["full"] == max(0, back_to + 300 - 144) // 128 * 128
     assert harness.attachment.verify() == []
+    kv = harness.engine._held.kv
+    place = place_of(sequence.pages["full"], sequence.bases["full"], sequence.tail_slots["full"])
+    for key, computed in oracle.rows.items():
+        rows = kv.span(kv.view(*key), place, 0, sequence.num_computed, "attention")
+        similar = torch.nn.functional.cosine_similarity(rows, computed[: len(rows)], dim=-1)
+        assert similar.min() > 0.95, (
+            f"{key}: a page holds other rows, from token {int(similar.min(-1).values.argmin())}"
+        )
     if back_to in (150, 300):
         assert load_now.pages_relinked > 0, "pages below the cut are linked again, not packed twice"
 

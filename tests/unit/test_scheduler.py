@@ -40,6 +40,30 @@ def test_deterministic_chunks_end_on_the_grid() -> None:
     assert counts([sequence(40, 0), sequence(300, 0)], 256, True) == {0: 40, 1: 128}
 
 
+def test_a_resumed_prompt_goes_on_to_the_grid_first() -> None:
+    assert counts([sequence(500, 300)], 1000, True) == {0: 200}, "cut on the grid when it is laid out"
+    assert counts([sequence(500, 300)], 100, True) == {0: 84}
+    assert counts([sequence(500, 300)], 10, True) == {0: 84}, "one span at least"
+
+
+def test_one_span_a_step_where_what_is_read_packed_follows_from_its_start() -> None:
+    def counted(start: int, num_prompt: int = 500) -> list[int]:
+        running = [sequence(num_prompt, start), sequence(9, 0)]
+        work = schedule(running, prefill_budget=1000, deterministic=True, one_span=True)
+        return [w.count for w in work]
+
+    assert counted(0) == [128, 9] and counted(300) == [84, 9] and counted(384) == [116, 9]
+
+
+def test_a_chunk_ends_at_a_junction() -> None:
+    for deterministic in (False, True):
+        long = sequence(500, 0)
+        long.junction = 256
+        assert counts([long], 1000, deterministic) == {0: 256}
+        long.num_computed = 256
+        assert counts([long], 1000, deterministic) == {0: 244}
+
+
 def test_emitted_tokens_run_again_as_they_did_at_first() -> None:
     assert counts([sequence(10, 0, 5)], 100, True) == {0: 10}
     assert counts([sequence(10, 10, 5)], 100, True) == {0: 1}
