@@ -386,3 +386,25 @@ def test_modes_that_cannot_be_are_refused_by_name(
     with pytest.raises(ConfigError) as refused:
         load_model(config_for(folder, **settings))
     assert reason is None or refused.value.reason == reason
+
+
+def test_pages_behind_a_large_window_are_freed_and_not_missed(tmp_path: Path) -> None:
+    """A window of 300 tokens: the newest 128 are dense, the rest of it is read packed, what lies behind is let go."""
+    folder = write_model(tmp_path, model_type="mistral", sliding_window=300, head_dim=16)
+    config = config_for(folder, **TQ4)
+    harness = Harness(load_model(config), config)
+    harness.engine.submit(request("r", prompt(1, 500), 400))
+    harness.step(8 + 300)
+    sequence = running(harness, "r")
+    freed = sequence.pages["window"].count(-1)
+    assert freed == (sequence.num_computed - 300 - 16) // 128 and sequence.bases["window"] == 640
+    kv = harness.engine._held.kv
+    place = place_of(sequence.pages["window"], 640, sequence.tail_slots["window"])
+    with pytest.raises(PreconditionFailed) as gone:
+        kv.span(kv.view(0, "k"), place, 100, 50, "attention")
+    assert gone.value.reason == "ROWS_FREED"
+    with pytest.raises(PreconditionFailed) as refused, torch.inference_mode():
+        harness.engine.truncate(sequence, 400)
+    assert refused.value.reason == "TRUNCATE_TOO_DEEP"
+    harness.run()
+    assert len(harness.tokens("r")) == 400 and harness.attachment.verify() == []
