@@ -64,7 +64,7 @@ def run(config: ClusterConfig, prompts: Path | None, max_tokens: int) -> int:
             console.print("stopped")
             return 130
         except TailpackError as failure:
-            Console(stderr=True, highlight=False).print(f"tailpack: {failure}", markup=False)
+            Console(stderr=True, highlight=False).print(f"Error: {failure}", markup=False, soft_wrap=True)
             return 1
 
 

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -26,7 +25,7 @@ from rich.console import Console
 
 from kvstore.memory_limit import HEADROOM_BYTES, available_bytes
 from protos import rpc, worker_pb2, worker_pb2_grpc
-from protos.errors import CapacityError, ModelError, TailpackError, Unavailable
+from protos.errors import CapacityError, ModelError, PreconditionFailed, TailpackError, Unavailable
 from worker import gguf_model
 from worker.child import Child, ChildDied, kill_descendants
 from worker.config import WorkerConfig
@@ -63,12 +62,16 @@ class ClusterConfig:
         """Checks what can be checked before anything heavy starts, and unpacks a GGUF file once.
 
         Raises:
-            ConfigError: the address is taken or malformed.
+            ConfigError: the address is taken or malformed, or a worker's setting is bad.
             ModelError: the model is not there or unreadable.
+            CapacityError: NOT_ENOUGH_MEMORY.
         """
         rpc.check_free(listen)
         folder, default_name = resolve_model(model)
-        return ClusterConfig(model=folder, name=name or default_name, listen=listen, **settings)
+        config = ClusterConfig(model=folder, name=name or default_name, listen=listen, **settings)
+        config.worker(0, Path("unknown yet"), config.kv_bytes or DEFAULT_ARENA_BYTES)
+        arena_bytes_of(config)
+        return config
 
     def worker(self, index: int, kv_socket: Path, arena_bytes: int) -> WorkerConfig:
         cores = len(os.sched_getaffinity(0))
@@ -150,15 +153,15 @@ class Cluster:
         self._ray_processes: _Watched | None = None
         self._actors: list[Any] = []
         self._workers: list[_Worker] = []
-        self._failed = False
+        self._keep_logs = False
         self.stopping = False
 
     def __enter__(self) -> Cluster:
         self.logs.mkdir()
         try:
             self._start()
-        except BaseException:
-            self._failed = not isinstance(sys.exception(), Interrupted)
+        except BaseException as error:
+            self._keep_logs = _needs_logs(error)
             self.stop()
             raise
         return self
@@ -166,7 +169,7 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._failed = error is not None and not isinstance(error, Interrupted)
+        self._keep_logs = _needs_logs(error)
         self.stop()
 
     def describe(self) -> dict[str, Any]:
@@ -353,10 +356,15 @@ class Cluster:
         ray.shutdown()
 
     def _remove_folder(self) -> None:
-        if self._failed:
+        if self._keep_logs:
             self.console.print(f"logs are kept in {self.logs}", highlight=False)
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _needs_logs(error: BaseException | None) -> bool:
+    """False where the message says it all: the caller's mistake, or a wish."""
+    return error is not None and not isinstance(error, Interrupted | PreconditionFailed | CapacityError)
 
 
 class _Watched:
@@ -462,7 +470,7 @@ def run(config: ClusterConfig, ready_file: Path | None) -> int:
             console.print("stopped")
             return 0
         except TailpackError as failure:
-            Console(stderr=True, highlight=False).print(f"tailpack: {failure}", markup=False)
+            Console(stderr=True, highlight=False).print(f"Error: {failure}", markup=False, soft_wrap=True)
             return 1
         finally:
             if ready_file is not None:
