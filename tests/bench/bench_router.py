@@ -86,6 +86,12 @@ class StepWorker(worker_pb2_grpc.WorkerServicer):
         finally:
             reader.cancel()
 
+    async def Abort(self, request: Any, context: Any) -> worker_pb2.AbortResponse:
+        return worker_pb2.AbortResponse()
+
+    async def Info(self, request: Any, context: Any) -> worker_pb2.InfoResponse:
+        return worker_pb2.InfoResponse()
+
 
 class BareRouter(router_pb2_grpc.RouterServicer):
     """The floor: the same messages to callers, from nothing."""
@@ -105,6 +111,15 @@ class BareRouter(router_pb2_grpc.RouterServicer):
             emitted += self._per_step
             yield chunk
             await asyncio.sleep(self._every_s)
+
+    async def Cancel(self, request: Any, context: Any) -> router_pb2.CancelResponse:
+        return router_pb2.CancelResponse()
+
+    async def ListWorkers(self, request: Any, context: Any) -> router_pb2.ListWorkersResponse:
+        return router_pb2.ListWorkersResponse()
+
+    async def Stats(self, request: Any, context: Any) -> router_pb2.StatsResponse:
+        return router_pb2.StatsResponse()
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ async def test_stop_string_ends_even_if_the_worker_never_answers_the_abort(
     folder: Path, text_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "SETTLE_S", 0.05)
-    async with cluster(folder, Script([*text_ids, EOS], deaf=True, first_s=0.0, every_s=0.05)) as it:
+    async with cluster(folder, Script(text_ids, endless=True, deaf=True, every_s=0.05)) as it:
         got = await answer(it.client, "hello", stop_strings=["The"])
         assert (got.text, got.last.stop_string) == ("", "The")
 
@@ -363,6 +363,19 @@ async def test_cancel_in_prefill_does_not_wait_for_the_next_chunk(folder: Path) 
         await until(lambda: it.workers[0].aborts, 1.0)
         assert it.workers[0].aborts[0][1] - cancelled < 0.1
         await it.settled()
+
+
+async def test_a_cancelled_sequence_is_not_counted_while_the_worker_is_slow_to_say_so(folder: Path) -> None:
+    async with cluster(folder, Script([5], first_s=60.0, deaf=True)) as it:
+        (link,) = it.service.registry.links.values()
+        task = asyncio.create_task(answer(it.client, "x", request_id="slow"))
+        await until(lambda: it.workers[0].active)
+        task.cancel()
+        await until(lambda: it.workers[0].aborts)
+        assert (link.own.num_sequences, link.own.queued_tokens, link.own.num_pages) == (0, 0, 0)
+        assert link.num_known == 1
+        # Its id stays taken: the worker's late words about it must not reach another request.
+        assert (await refused(it.client.generate("x", request_id="slow"))).reason == "DUPLICATE_REQUEST"
 
 
 async def test_the_deadline_of_the_call_ends_the_sequence(folder: Path) -> None:
