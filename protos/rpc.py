@@ -35,6 +35,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
+CONNECT_TIMEOUT_MS = 5_000
 MAX_RECONNECT_BACKOFF_MS = 2_000
 ERROR_DOMAIN = "tailpack"
 
@@ -69,7 +70,8 @@ def _channel_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
     return [
         *_common_options(keepalive_time_ms),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # In spite of its name this bounds one attempt, up to the peer's first frame: a busy peer must not look dead.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
         # Channels to one address do not share a connection: a stuck stream must not hold up another channel's.
         ("grpc.use_local_subchannel_pool", 1),
