@@ -323,7 +323,7 @@ def test_a_silent_store_ends_the_attach_in_time() -> None:
         os.kill(stopped.process.pid, signal.SIGSTOP)
         try:
             started = time.monotonic()
-            with pytest.raises((DeadlineExceeded, Unavailable)):
+            with pytest.raises(DeadlineExceeded):
                 stopped.attach(timeout_s=1)
             assert time.monotonic() - started < 20  # a bound, not a measurement: without one it would hang
         finally:
