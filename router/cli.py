@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict
 
 from protos import logs, router_pb2, rpc, types_pb2
 from protos.cli_options import HelpAllCommand, advanced_option
-from protos.errors import InvalidRequest, TailpackError
+from protos.errors import InvalidRequest, TailpackError, Unavailable
 from router.client import DEFAULT_ADDRESS, Client, as_chat, build_request
 from router.server import RouterConfig, serve
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
@@ -128,6 +128,8 @@ def generate(
         request = build_request(text if raw else as_chat(text, system), **parameters)
         interrupted = rpc.run(_print_answer(request, address, tenant, request_id, timeout_s, as_json, stats))
     except TailpackError as error:
+        if isinstance(error, Unavailable) and error.reason == Unavailable.default_reason:
+            error.hint = f"no router at {address}? start one with `tailpack up`, or name another with --router"
         fail(error)
     except BrokenPipeError:  # the reader of our stdout (head, less) has seen enough
         sys.stdout = None  # or the interpreter complains when it flushes at exit

@@ -302,7 +302,9 @@ async def test_generate_passes_its_options_on(folder: Path) -> None:
         (["-"], b"ab\xffcd", 1, "BAD_UTF8"),
         (["-"], b"x" * (50 << 20), 1, "PROMPT_TOO_LARGE"),
         (["--file", "/nowhere/at/all"], b"", 1, "PROMPT_UNREADABLE"),
-        (["x"], b"", 1, "UNAVAILABLE"),
+        (["x", "--request-id", "é"], b"", 1, "BAD_REQUEST_ID"),
+        (["x", "--tenant", "a\nb"], b"", 1, "BAD_TENANT"),
+        (["x"], b"", 1, "start one with `tailpack up`"),
     ],
 )
 def test_generate_refuses_by_name_in_one_paragraph(arguments: list[str], stdin: bytes, code: int, says: str) -> None:
