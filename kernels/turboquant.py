@@ -98,8 +98,8 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 def _sqrt(x: Tensor) -> Tensor:
     """Correctly rounded f32 square root of x >= 0. torch's own may miss by one step on a CPU.
 
-    The root of an f32 is at least 2^-51 of itself away from any midpoint of two f32, so f64 decides although x * rsqrt(x)
-    rounds three times. rsqrt, because torch gives sqrt to MKL, which wakes threads of its own for a few hundred values.
+    The root of an f32 is at least 2^-51 of itself away from any midpoint of two f32, so f64 decides although
+    x * rsqrt(x) rounds three times. rsqrt, because torch gives sqrt to MKL, which wakes threads of its own.
     """
     wide = x.double()
     return (wide * wide.clamp(min=1e-300).rsqrt()).float()
