@@ -7,15 +7,19 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from protos import types_pb2
 from router.client import Client
 from tests.e2e.cluster import (
+    START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     ClusterProcess,
     run_cli,
@@ -119,7 +123,7 @@ async def test_ctrl_c_lets_answers_end_and_leaves_nothing(started: Ended) -> Non
         tokens, finish = 0, types_pb2.FINISH_REASON_UNSPECIFIED
         async for chunk in client.generate([5], max_tokens=400, ignore_eos=True, timeout_s=60.0):
             if tokens == 0:
-                cluster.process.send_signal(signal.SIGINT)
+                os.killpg(cluster.process.pid, signal.SIGINT)  # as a terminal does
             tokens += len(chunk.token_ids)
             finish = chunk.finish_reason or finish
         assert (tokens, finish) == (400, types_pb2.FINISH_REASON_LENGTH)
@@ -168,6 +172,30 @@ def test_a_killed_supervisor_takes_its_children_along(started: Ended) -> None:
     cluster.process.wait()
     assert wait_gone(ours, timeout_s=30.0) == []
     shutil.rmtree(cluster.folder)  # nobody was left to do it
+
+
+def test_ctrl_c_ends_the_demo_and_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "output.txt"
+    prompts.write_text("Hello\n" * 100, encoding="utf-8")
+    before = shared_memory_files()
+    command = [sys.executable, "-m", "protos.cli", "demo", "--model", str(tiny), "--prompts", str(prompts)]
+    command += ["--workers", "1", "--max-tokens", "900", "--kv-bytes", "8M"]
+    with output.open("wb") as file:
+        demo = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "router  " not in output.read_text(encoding="utf-8"):
+            assert demo.poll() is None and time.monotonic() < deadline, output.read_text(encoding="utf-8")
+            time.sleep(0.1)
+        time.sleep(1.0)  # into its event loop
+        children = psutil.Process(demo.pid).children(recursive=True)
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(STOP_TIMEOUT_S) == 130, output.read_text(encoding="utf-8")
+        assert wait_gone(children) == []
+        assert shared_memory_files() <= before
+    finally:
+        demo.kill()
+        demo.wait()
 
 
 def test_the_demo_runs_and_leaves_nothing(tiny: Path, tmp_path: Path) -> None:

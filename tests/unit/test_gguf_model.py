@@ -197,17 +197,22 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
 
 def test_two_processes_at_once_share_one_folder(tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "tiny.gguf")
+    # All begin together, once all are there. Whoever comes second must find the first one's folder: the same inode.
     code = (
-        "import sys; from pathlib import Path; from worker import gguf_model;"
-        "print(gguf_model.model_folder(Path(sys.argv[1]), cache=Path(sys.argv[2])))"
+        "import sys, time; from pathlib import Path; from worker import gguf_model\n"
+        "import gguf; from safetensors import numpy; here = Path(sys.argv[3])\n"
+        "(here / f'there-{sys.argv[4]}').touch()\n"
+        "while len(list(here.glob('there-*'))) < 4: time.sleep(0.001)\n"
+        "folder = gguf_model.model_folder(Path(sys.argv[1]), cache=Path(sys.argv[2]))\n"
+        "print(folder.name, (folder / 'model.safetensors').stat().st_ino)"
     )
-    command = [sys.executable, "-c", code, str(source), str(tmp_path / "cache")]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    folders = {run.communicate(timeout=60)[0].strip() for run in runs}
-    assert [run.returncode for run in runs] == [0, 0, 0]
-    assert len(folders) == 1
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "cache"), str(tmp_path)]
+    runs = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in range(4)]
+    answers = {run.communicate(timeout=60)[0].strip() for run in runs}
+    assert [run.returncode for run in runs] == [0, 0, 0, 0]
+    assert len(answers) == 1, answers
     left = [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")]
-    assert left == [Path(folders.pop()).name]
+    assert left == [answers.pop().split()[0]]
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
