@@ -115,7 +115,8 @@ def decode_rate(harness: Harness, num_sequences: int, options: argparse.Namespac
     done = sum(len(harness.tokens(f"r{i}")) for i in range(num_sequences))
     began = time.perf_counter()
     harness.run()
-    return (num_sequences * (options.tokens + 1) - done) / (time.perf_counter() - began)
+    tokens: int = num_sequences * (options.tokens + 1) - done
+    return tokens / (time.perf_counter() - began)
 
 
 def prefill_rate(harness: Harness, length: int = 512) -> float:
@@ -146,7 +147,10 @@ def transformers_decode(folder: Path, num_prompt: int) -> Callable[[int], float]
         assert out.shape[1] == num_prompt + tokens
         return time.perf_counter() - began
 
-    return lambda tokens: tokens / (generate(tokens + 1) - generate(1))
+    def rate(tokens: int) -> float:
+        return tokens / (generate(tokens + 1) - generate(1))
+
+    return rate
 
 
 def spread(values: list[float]) -> dict[str, Any]:

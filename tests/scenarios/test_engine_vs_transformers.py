@@ -57,31 +57,31 @@ def reference_answers(folder: Path, prompts: Sequence[list[int]], num_tokens: in
     return answers
 
 
-def compare(name: str, ours: list[int], answer: Answer) -> int:
-    """1 when they part at a tie, 0 when they are equal; fails otherwise."""
+def parts_at_a_tie(name: str, ours: list[int], answer: Answer) -> bool:
+    """True when they part at a tie, False when they are equal; fails otherwise."""
     theirs, logits = answer
     assert len(ours) == len(theirs)
     if ours == theirs:
-        return 0
+        return False
     first = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
     best = logits[first].topk(2)
     gap = float(best.values[0] - best.values[1])
     assert ours[first] in best.indices.tolist() and gap <= TIE, f"{name}: token {first} differs, gap {gap:.3g}"
-    return 1
+    return True
 
 
 def check(folder: Path, prompts: list[list[int]], num_tokens: int, **config: Any) -> None:
     answers = reference_answers(folder, prompts, num_tokens)
     named = [request(f"r{len(p)}", p, num_tokens) for p in prompts]
     alone = Harness.load(folder, deterministic=True, max_running=1, num_pages=80, **config)
-    one_by_one = {}
+    one_by_one: dict[str, list[int]] = {}
     for r in named:
         one_by_one |= alone.run(r)
     together = Harness.load(folder, deterministic=True, max_running=6, prefill_chunk=256, num_pages=80, **config)
     random.Random(0).shuffle(named)
     assert together.run(*named) == one_by_one
     ties = sum(
-        compare(f"prompt of {len(prompt)}", one_by_one[f"r{len(prompt)}"], answer)
+        parts_at_a_tie(f"prompt of {len(prompt)}", one_by_one[f"r{len(prompt)}"], answer)
         for prompt, answer in zip(prompts, answers, strict=True)
     )
     print(f"{len(prompts)} prompts, {num_tokens} tokens each: {ties} part at a tie of the reference's logits")
