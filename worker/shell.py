@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,9 +24,6 @@ from worker.sessions import Sessions
 from worker.weights import Model, load_model
 
 log = structlog.get_logger("worker")
-
-SWITCH_INTERVAL_S = 0.0005
-"""How long the engine thread may hold the GIL while the event loop waits for it (Python's default is 5 ms)."""
 
 ATTACH_RETRY_S = 5.0
 ENGINE_STOP_S = 30.0  # the step it is in: at most one prefill chunk
@@ -60,7 +56,6 @@ async def serve(
         KvStoreLost: the kvstore went away; the mapped memory is no longer this worker's.
         InternalError: the engine stopped at a broken invariant.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(config.num_threads)
     rpc.check_free(listen)  # before minutes of loading weights, not after
     loop = asyncio.get_running_loop()
