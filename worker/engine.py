@@ -144,11 +144,16 @@ class Engine:
                 self._refusals.append(_refused(request, refusal))
         self._wake.set()
 
-    def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Ends a sequence before the next step. False when no such sequence runs or waits here (for that tenant)."""
+    def abort(self, request_id: str, *, tenant: str | None = None, owner: str | None = None) -> bool:
+        """Ends a sequence before the next step.
+
+        False when no such sequence runs or waits here, or it is another tenant's or another owner's where one is named.
+        """
         with self._lock:
             sequence = self._known.get(request_id)
-            if sequence is None or (tenant is not None and tenant != sequence.request.tenant):
+            if sequence is None or tenant not in (None, sequence.request.tenant):
+                return False
+            if owner not in (None, sequence.request.owner):
                 return False
             self._to_abort.append(sequence)
         self._wake.set()

@@ -51,7 +51,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 log.info("router disconnected", router=hello.router_id, owner=session.owner)
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
-        return worker_pb2.AbortResponse(found=self._engine.abort(request.request_id, request.tenant))
+        return worker_pb2.AbortResponse(found=self._engine.abort(request.request_id, tenant=request.tenant))
 
     async def Info(self, request: worker_pb2.InfoRequest, context: Any) -> worker_pb2.InfoResponse:
         return worker_pb2.InfoResponse(info=self._info, load=self._engine.load())
@@ -65,7 +65,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     case "submit":
                         self._submit(message.submit, session)
                     case "abort":
-                        self._engine.abort(message.abort.request_id)
+                        # Only its own: another router may have been faster with the same id.
+                        self._engine.abort(message.abort.request_id, owner=session.owner)
                     case "hello":
                         raise InvalidRequest("a session says hello once", reason="HELLO_TWICE")
                     case _:

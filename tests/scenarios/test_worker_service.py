@@ -28,14 +28,14 @@ class ScriptedEngine:
 
     emit: Callable[[StepResult], None] = lambda result: None
     submitted: list[Request] = field(default_factory=list)
-    aborted: list[tuple[str, str | None]] = field(default_factory=list)
+    aborted: list[tuple[str, str | None, str | None]] = field(default_factory=list)
     owners_aborted: list[str] = field(default_factory=list)
 
     def submit(self, request: Request) -> None:
         self.submitted.append(request)
 
-    def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        self.aborted.append((request_id, tenant))
+    def abort(self, request_id: str, *, tenant: str | None = None, owner: str | None = None) -> bool:
+        self.aborted.append((request_id, tenant, owner))
         return any(r.request_id == request_id and tenant in (None, r.tenant) for r in self.submitted)
 
     def abort_owner(self, owner: str) -> None:
@@ -194,7 +194,7 @@ async def test_aborts_reach_the_engine_and_foreign_ones_are_not_found() -> None:
         call = await s.router()
         await call.write(submit("x"))
         await call.write(worker_pb2.RouterMessage(abort=worker_pb2.Abort(request_id="x")))
-        await s.engine.until(lambda: s.engine.aborted == [("x", None)])
+        await s.engine.until(lambda: s.engine.aborted == [("x", None, s.engine.submitted[0].owner)])
         assert (await s.stub.Abort(worker_pb2.AbortRequest(request_id="x"))).found
         assert not (await s.stub.Abort(worker_pb2.AbortRequest(request_id="x", tenant="other"))).found
         assert not (await s.stub.Abort(worker_pb2.AbortRequest(request_id="y"))).found

@@ -204,7 +204,8 @@ def test_an_abort_ends_a_sequence_wherever_it_is(folder: Path, model: Model) -> 
     harness.engine.submit(request("waiting", prompt(2, 10), 5))
     harness.step()
     harness.engine.submit(request("inbox", prompt(2, 10), 5))
-    assert not harness.engine.abort("nobody") and not harness.engine.abort("running", "another tenant")
+    assert not harness.engine.abort("nobody") and not harness.engine.abort("running", tenant="another tenant")
+    assert not harness.engine.abort("running", owner="another router's session")
     for name in ("running", "waiting", "inbox"):
         assert harness.engine.abort(name)
     assert harness.engine.abort("inbox"), "known until the next step"
