@@ -55,9 +55,10 @@ def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> Non
     Ctrl-C lets running answers end and stops everything; a second Ctrl-C ends everything at once.
     """
     from worker import up as supervisor
+    from worker.cluster_config import ClusterConfig
 
     logs.configure("up")
-    sys.exit(supervisor.run(supervisor.ClusterConfig.of(model=model, listen=listen, **settings), ready_file))
+    sys.exit(supervisor.run(ClusterConfig.of(model=model, listen=listen, **settings), ready_file))
 
 
 @click.command(cls=HelpAllCommand)
@@ -73,12 +74,10 @@ def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> Non
 def demo(workers: int, model: str, prompts: Path | None, max_tokens: int, kv_bytes: int) -> None:
     """Bring a cluster up, stream answers to some prompts, show what it took, stop it again."""
     from worker import demo as show
-    from worker import up as supervisor
+    from worker.cluster_config import ClusterConfig
 
     logs.configure("demo")
-    config = supervisor.ClusterConfig.of(
-        model=model, listen="127.0.0.1:0", workers=workers, kv_bytes=kv_bytes, drain_s=1.0
-    )
+    config = ClusterConfig.of(model=model, listen="127.0.0.1:0", workers=workers, kv_bytes=kv_bytes, drain_s=1.0)
     sys.exit(show.run(config, prompts, max_tokens))
 
 
@@ -109,11 +108,12 @@ def serve(model: str, listen: str, drain_s: float, name: str | None, **settings:
 
     Prints one JSON line on stdout when it is ready.
     """
-    from worker import shell, up
+    from worker import shell
+    from worker.cluster_config import resolve_model
     from worker.config import WorkerConfig
 
     logs.configure("worker")
-    folder, default_name = up.resolve_model(model)
+    folder, default_name = resolve_model(model)
     config = WorkerConfig.from_dict({"model": folder, "name": name or default_name, **settings})
 
     async def main() -> None:

@@ -189,7 +189,7 @@ def describe(command: str) -> dict[str, Any]:
     return {
         "error": None,
         "kind": "measured",
-        "machine": f"{machine_name()} for the engine",
+        "machine": f"{machine_name()} for the engine; load average {os.getloadavg()[0]:.1f} before the run",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "grpcio": grpc.__version__},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
