@@ -1,8 +1,8 @@
 """Throughput of the PyTorch codec on a CPU with two threads: `python -m tests.bench.bench_codec [--record]`.
 
-Every line is one JSON record (value, floor, rival, error). The floor is memory traffic: bytes read and written per value
-at the copy bandwidth measured in the same run. The rival is a per-row cast to float8_e4m3fn, what one would write in
-three lines instead; it keeps about twice the bytes. Figures count values of the rows, not codes.
+Every line is one JSON record (value, floor, rival, error). The floor is memory traffic: bytes read and written per
+value at the copy bandwidth measured in the same run. The rival is a per-row cast to float8_e4m3fn, what one would write
+in three lines instead; it keeps about twice the bytes. Figures count values of the rows, not codes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CASES = ((64, 4), (128, 4), (128, 3), (128, 2), (256, 4), (512, 4), (96, 4))
 RESULTS = Path(__file__).parent / "results"
 
 
-def timed(call: Callable[[], object], repeats: int) -> list[float]:
+def timed(call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """Seconds of each of `repeats` calls, after two that are not counted."""
     out = []
     for turn in range(repeats + 2):
-        start = time.perf_counter()
+        start = clock()
         call()
         if turn >= 2:
-            out.append(time.perf_counter() - start)
+            out.append(clock() - start)
     return out
 
 
@@ -74,6 +74,7 @@ def measure(rows: int, repeats: int) -> list[dict[str, Any]]:
             }
             for verb, call in calls.items():
                 rates = [x.numel() / seconds for seconds in timed(call, repeats)]
+                cpu = statistics.median(timed(call, repeats, time.process_time))
                 out.append(
                     {
                         "bench": "codec",
@@ -82,6 +83,7 @@ def measure(rows: int, repeats: int) -> list[dict[str, Any]]:
                         "unit": "values/s",
                         "spread": [min(rates), max(rates)],
                         "repeats": repeats,
+                        "per_cpu_second": x.numel() / cpu,  # all threads; what a busy machine disturbs least
                         "floor": bandwidth / traffic,
                         "floor_by": f"bytes: {traffic:.3f} B a value at {bandwidth / 1e9:.2f} GB/s, copying",
                         "rival": "per-row cast to float8_e4m3fn" if verb == "pack" else None,
@@ -107,6 +109,7 @@ def main(rows: int, repeats: int, record: bool) -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     common = {
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "load_average": [round(load, 1) for load in os.getloadavg()],  # other work on the machine when the run began
         "date": now.isoformat(timespec="seconds"),
         "commit": commit,
         "command": f"python -m tests.bench.bench_codec --rows {rows} --repeats {repeats}",
@@ -115,7 +118,7 @@ def main(rows: int, repeats: int, record: bool) -> None:
     for text in lines:
         click.echo(text)
     if record:
-        slug = f"cpu-{platform.machine()}-{THREADS}core"
+        slug = f"cpu{os.cpu_count()}"
         (RESULTS / f"{slug}-codec-{now:%Y-%m-%d}.jsonl").write_text("\n".join(lines) + "\n")
 
 
