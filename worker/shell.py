@@ -2,12 +2,12 @@
 
 The same shell runs inside a Ray actor (worker/actor.py) and alone (`tailpack worker serve`).
 
-The engine thread and the event loop share a GIL. Measured 2026-11-30 (`python -m tests.bench.bench_gil`, two cores shared
-with other work, cases loop-lag-p99-* and info-latency-p99-*): with eight sequences decoding, the loop's lag has a median
-of 0.1 to 1 ms and a 99th percentile of 2 to 11 ms, against 0.7 to 3.7 ms with an idle engine; a call takes up to 17 ms at
-the 99th percentile, where a cancel may take 100. Switch intervals from Python's own 5 ms down to 0.1 ms make no
-difference beyond the noise: torch lets go of the GIL in every operation. So the server stays in the process, and the
-interval as Python has it.
+The engine thread and the event loop share a GIL. Measured 2026-11-30 (`python -m tests.bench.bench_gil`, two cores
+shared with other work, cases loop-lag-p99-* and info-latency-p99-*): with eight sequences decoding, the loop's lag
+has a median of 0.1 to 1 ms and a 99th percentile of 2 to 11 ms, against 0.7 to 3.7 ms with an idle engine; a call
+takes up to 17 ms at the 99th percentile, where a cancel may take 100. Switch intervals from Python's own 5 ms down to
+0.1 ms make no difference beyond the noise: torch lets go of the GIL in every operation. So the server stays in the
+process, and the interval as Python has it.
 """
 
 from __future__ import annotations
