@@ -30,8 +30,8 @@ ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Coordinates done together: a few such buffers stay in the second-level cache, and below 32,768 torch runs an operation
 # on the calling thread. Shared among threads, each of a hundred small steps would wait for the slowest core: on a busy
-# machine that was seen to cost a factor of twenty.
-_CHUNK = (1 << 15) - 1
+# machine that was seen to cost a factor of twenty. Groups of ten 3-bit codes pad a part by up to a quarter.
+_CHUNK = 26_000
 
 
 class PackedRows(NamedTuple):
