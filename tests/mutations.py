@@ -36,6 +36,7 @@ TEST_TABLES, TEST_CODEC = "tests/kernels/test_tables.py::", "tests/kernels/test_
 TEST_ON_CPU = "tests/kernels/test_turboquant_on_cpu.py::"
 TEST_FP8, TEST_LAYOUT = "tests/kernels/test_fp8.py::", "tests/kernels/test_layout.py::"
 TEST_REPORT = "tests/kernels/test_codec_report.py::"
+CUBINS, ARCHIVE, TEST_ARCHIVE = "kernels/cubins.py", "kernels/archive.py", "tests/kernels/test_archive.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -165,6 +166,49 @@ MUTATIONS: tuple[Mutation, ...] = (
         "report: the QJL stage contributes nothing",
         ((REPORT, "coarse + qjl * residual", "coarse + 0 * qjl * residual"),),
         (TEST_REPORT + "test_the_unbiased_variant_is_unbiased_and_noisier",),
+    ),
+    Mutation(
+        "leave one arch out of an archive",
+        (
+            (
+                CUBINS,
+                "for arch in arches for cell in dict.fromkeys(cells)",
+                "for arch in arches[:-1] for cell in dict.fromkeys(cells)",
+            ),
+        ),
+        (TEST_ARCHIVE + "test_the_whole_archive_passes_and_is_described",),
+    ),
+    Mutation(
+        "an arch that was left out is not missed",
+        ((ARCHIVE, "Finding(cell, arch, Status.MISSING,", "Finding(cell, arch, Status.OBSERVED,"),),
+        (TEST_ARCHIVE + "test_an_arch_left_out_is_a_failure", TEST_ARCHIVE + "test_one_cell_left_out_is_a_failure"),
+    ),
+    Mutation(
+        "an empty listing passes",
+        (
+            (
+                ARCHIVE,
+                'Finding(cell, arch, Status.UNANSWERED, f"{INSPECTOR} printed no kernel',
+                'Finding(cell, arch, Status.OBSERVED, f"{INSPECTOR} printed no kernel',
+            ),
+        ),
+        (TEST_ARCHIVE + "test_an_empty_listing_is_no_answer",),
+    ),
+    Mutation(
+        "an empty listing counts as a missing kernel",
+        (
+            (
+                ARCHIVE,
+                'Finding(cell, arch, Status.UNANSWERED, f"{INSPECTOR} printed no kernel',
+                'Finding(cell, arch, Status.WRONG, f"{INSPECTOR} printed no kernel',
+            ),
+        ),
+        (TEST_ARCHIVE + "test_an_empty_listing_is_no_answer",),
+    ),
+    Mutation(
+        "the arch is believed from the file's name",
+        ((ARCHIVE, "sorted({facts.arch for facts in kernels} - {arch})", "sorted({arch} - {arch})"),),
+        (TEST_ARCHIVE + "test_a_file_name_is_not_believed",),
     ),
 )
 
