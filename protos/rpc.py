@@ -124,7 +124,11 @@ def to_status(error: TailpackError) -> Any:
 
 
 def error_from(failure: grpc.RpcError) -> TailpackError:
-    """The error of a failed call. Never raises; errors of peers that are not ours get their family by status code."""
+    """The error of a failed call. Never raises; errors of peers that are not ours get their family by status code.
+
+    An error with a class's own default_reason comes back as that class. One with a reason of its own comes back as the
+    class of its status code, an ancestor: TooLarge with PROMPT_TOO_LONG as InvalidRequest. Test for its ``reason`` then.
+    """
     code, message = _code_and_text(failure)
     kind = _FAMILY.get(code, TailpackError)
     metadata: dict[str, str] = {}
@@ -153,7 +157,7 @@ def to_detail(error: TailpackError) -> worker_pb2.ErrorDetail:
 
 
 def from_detail(detail: worker_pb2.ErrorDetail) -> TailpackError:
-    """The reverse of to_detail."""
+    """The reverse of to_detail, with the class that error_from would give."""
     metadata = dict(detail.metadata)
     code = getattr(grpc.StatusCode, metadata.pop("status", ""), grpc.StatusCode.UNKNOWN)
     kind = _FAMILY.get(code, TailpackError)

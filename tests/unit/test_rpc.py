@@ -96,12 +96,15 @@ async def test_every_error_arrives_as_itself(started: Started, kind: type[Tailpa
 
 
 async def test_a_special_reason_keeps_its_family(started: Started) -> None:
-    started.servicer.raises = errors.ConfigError("taken", reason="PORT_IN_USE")
-    with pytest.raises(grpc.RpcError) as failure:
-        await started.stub.Info(worker_pb2.InfoRequest())
-    got = rpc.error_from(failure.value)
-    assert isinstance(got, errors.PreconditionFailed)
-    assert got.reason == "PORT_IN_USE"
+    for sent, family in (
+        (errors.ConfigError("taken", reason="PORT_IN_USE"), errors.PreconditionFailed),
+        (errors.TooLarge("long", reason="PROMPT_TOO_LONG"), errors.InvalidRequest),
+    ):
+        started.servicer.raises = sent
+        with pytest.raises(grpc.RpcError) as failure:
+            await started.stub.Info(worker_pb2.InfoRequest())
+        for got in (rpc.error_from(failure.value), rpc.from_detail(rpc.to_detail(sent))):
+            assert (type(got), got.reason) == (family, sent.reason)
 
 
 async def test_a_bug_is_internal_and_says_nothing_of_its_text(started: Started) -> None:
