@@ -14,6 +14,7 @@ MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 DEFAULT_MAX_TOKENS = 1024
 ROLES = ("system", "user", "assistant")
 
@@ -52,7 +53,7 @@ def check_sampling(sampling: types_pb2.Sampling) -> None:
         _check_range("top_p", sampling.top_p, 0.0, 1.0, low_open=True)
     _check_range("min_p", sampling.min_p, 0.0, 1.0)
     if sampling.HasField("repetition_penalty"):
-        _check_range("repetition_penalty", sampling.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_range("repetition_penalty", sampling.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     if sampling.logprobs > MAX_LOGPROBS:
         raise InvalidRequest(
             "logprobs is out of range", reason="BAD_LOGPROBS", given=sampling.logprobs, allowed=f"0 to {MAX_LOGPROBS}"

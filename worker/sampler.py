@@ -71,11 +71,13 @@ def uniform(seed: int, position: int) -> float:
 
 def _draw_row(logits: torch.Tensor, draw: Draw) -> int:
     sampling = draw.sampling
+    logits = logits.double()
     if sampling.repetition_penalty != 1.0:
         logits = _penalise(logits, draw.token_ids, sampling.repetition_penalty)
     if sampling.greedy:
         return int(logits.argmax())
-    probabilities = torch.softmax(logits.double() / sampling.temperature, dim=-1)
+    # The maximum first: a temperature near 0 would take every logit beyond what a double holds.
+    probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=-1)
     kept = _keep(probabilities, sampling)
     if sampling.seed is None:
         raise InternalError("a sampled sequence has no seed")

@@ -5,7 +5,6 @@ A request is frozen. A ``Sequence`` is owned by the engine thread; nobody else t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +12,7 @@ from protos import types_pb2, worker_pb2
 from protos.errors import InvalidRequest, TailpackError, TooLarge
 
 MAX_TEMPERATURE = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 256
 MAX_REQUEST_ID_BYTES = 256
@@ -282,8 +282,8 @@ def _check_sampling(sampling: Sampling) -> None:
         (
             "repetition_penalty",
             sampling.repetition_penalty,
-            0 < sampling.repetition_penalty < math.inf,
-            "above 0 and finite",
+            MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
+            f"{MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}",
         ),
         ("seed", sampling.seed or 0, 0 <= (sampling.seed or 0) < 1 << 64, "0 to 2^64-1"),
         ("logprobs", sampling.logprobs or 0, 0 <= (sampling.logprobs or 0) <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),

@@ -187,6 +187,7 @@ def test_bad_requests_hurt_nobody(folder: Path, model: Model) -> None:
         "BAD_TEMPERATURE": request("b4", [5], temperature=float("nan")),
         "BAD_TOP_P": request("b5", [5], top_p=0.0),
         "BAD_LOGPROBS": request("b6", [5], logprobs=21),
+        "BAD_REPETITION_PENALTY": request("b8", [5], repetition_penalty=1e-40),
         "ALREADY_FINISHED": request("b7", [5], 2, emitted=[1, 2]),
     }
     result = harness.run(*bad.values(), request("good", prompt(1, 10), 6))

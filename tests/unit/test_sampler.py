@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections import Counter
 from typing import Any
 
@@ -135,3 +137,37 @@ def test_logprobs_are_a_log_softmax_before_every_filter() -> None:
 def test_broken_logits_are_a_bug_not_a_token(bad: float) -> None:
     with pytest.raises(InternalError, match="row 1"):
         sample(torch.tensor([[1.0, 2.0], [bad, 1.0]]), [Draw(Sampling(), [0]), Draw(Sampling(), [0])])
+
+
+TINIEST = 5e-324
+LARGEST = 3.4e38  # near float32's end, as a model's logits may be without being infinite
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [1.0, 2.0, -3.0, 0.0, 2.0],
+        [LARGEST, -LARGEST, 0.0, 1e-45, LARGEST],
+        [-LARGEST] * 5,
+        [0.0] * 5,
+        [3.0, float("-inf"), float("-inf"), 2.0, 1.0],
+    ],
+)
+def test_the_corners_of_every_range_draw_a_token(logits: list[float]) -> None:
+    corners = itertools.product(
+        (0.0, TINIEST, 1e-310, sys.float_info.min, 1e-40, 1.0, 100.0),  # temperature
+        (0, 1, 2, 2**32 - 1),  # top_k
+        (TINIEST, 0.5, 1.0),  # top_p
+        (0.0, TINIEST, 0.5, 1.0),  # min_p
+        (0.01, 1.0, 100.0),  # repetition_penalty
+        (0, 2**64 - 1),  # seed
+    )
+    rows = []
+    for temperature, top_k, top_p, min_p, penalty, seed in corners:
+        sampling = Sampling(temperature, top_k, top_p, min_p, penalty, seed)
+        rows.append((sampling, Draw(sampling, [0, 2])))
+    drawn = sample(torch.tensor([logits] * len(rows)), [d for _, d in rows])
+    for (sampling, _), result in zip(rows, drawn, strict=True):
+        assert logits[result.token_id] > float("-inf"), sampling
+        if sampling.temperature <= 1e-40 and sampling.repetition_penalty == 1.0:
+            assert logits[result.token_id] == max(logits), sampling
