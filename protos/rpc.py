@@ -127,7 +127,7 @@ def error_from(failure: grpc.RpcError) -> TailpackError:
     """The error of a failed call. Never raises; errors of peers that are not ours get their family by status code.
 
     An error with a class's own default_reason comes back as that class. One with a reason of its own comes back as the
-    class of its status code, an ancestor: TooLarge with PROMPT_TOO_LONG as InvalidRequest. Test for its ``reason`` then.
+    class of its status code, an ancestor: TooLarge with PROMPT_TOO_LONG as InvalidRequest. Test for its reason then.
     """
     code, message = _code_and_text(failure)
     kind = _FAMILY.get(code, TailpackError)
