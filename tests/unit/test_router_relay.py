@@ -101,6 +101,18 @@ async def test_cancel_is_said_in_the_last_chunk_even_without_the_worker(monkeypa
     assert asked == ["abort"]
 
 
+async def test_a_worker_lost_after_a_cancel_takes_no_text_along() -> None:
+    relay, _ = make("lo and behold")
+    relay.feed(output(0, b"hello"))
+    relay.cancel()
+    relay.fail(WorkerLost("gone"))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert (chunk.text, bytes(chunk.token_ids)) == ("hello", b"hello")
+    assert chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
+    assert await relay.next_chunk() is None
+
+
 async def test_a_replacement_character_at_the_end_can_complete_a_stop_string() -> None:
     relay, _ = make("a\ufffd")
     relay.feed(output(0, b"xa\xe6\x97", types_pb2.FINISH_REASON_LENGTH))
