@@ -203,6 +203,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         while True:
             link = self._choose(model.name, placement, active, tried, failure)
             tried.append(link.address)
+            if failure is not None:
+                active.num_retries += 1
+                self.counters.retries += 1
             relay = self._place(request, submit, placement, link, active, model)
             try:
                 while (chunk := await relay.next_chunk()) is not None:
@@ -213,8 +216,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
                     raise
                 failure = error
                 link.detach(active.request_id)
-                active.num_retries += 1
-                self.counters.retries += 1
 
     def _model(self, name: str) -> types_pb2.ModelInfo:
         """The model a request names. Raises NotFound, InvalidRequest, Unavailable."""

@@ -6,11 +6,13 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
@@ -42,6 +44,12 @@ async def refused(chunks: AsyncIterator[router_pb2.GenerateResponse]) -> Tailpac
         async for _ in chunks:
             pass
     return caught.value
+
+
+def canonical(lines: list[MutableMapping[str, Any]]) -> MutableMapping[str, Any]:
+    """The one line that a request leaves in the log."""
+    (line,) = (line for line in lines if line["event"] == "request")
+    return line
 
 
 # --- answers ---
@@ -497,6 +505,18 @@ async def test_a_full_worker_is_passed_over_and_the_retry_counted(folder: Path) 
         assert isinstance(error, errors.CapacityError)
         assert error.retry_after_ms == 200
         await it.settled()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+async def test_a_request_that_finds_no_second_worker_was_not_retried(folder: Path, num_workers: int) -> None:
+    async with cluster(folder, Script([5, EOS]), num_workers=num_workers) as it:
+        for worker in it.workers:
+            worker.refuse_new = errors.CapacityError("queue is full", retry_after_ms=200)
+        with capture_logs() as lines:
+            await refused(it.client.generate("x"))
+            await it.settled()
+        assert (await it.client.stats()).retries == num_workers - 1
+        assert canonical(lines)["retries"] == num_workers - 1
 
 
 async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(folder: Path) -> None:
