@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kvstore.geometry import CacheGeometry
@@ -38,7 +39,6 @@ class KvView:
     def __init__(self, geometry: CacheGeometry, arenas: Mapping[str, MappedArena]) -> None:
         self.geometry = geometry
         self.planes: dict[tuple[int, str], torch.Tensor] = {}
-        self.group_of: dict[tuple[int, str], str] = {}
         for group in geometry.groups:
             arena = arenas[group.name]
             if arena.page_bytes != group.page_bytes or arena.buffer.nbytes != arena.num_pages * group.page_bytes:
@@ -47,7 +47,8 @@ class KvView:
                     given=f"{arena.buffer.nbytes} bytes in {arena.num_pages} pages of {arena.page_bytes}",
                     allowed=f"pages of {group.page_bytes} bytes",
                 )
-            raw = torch.frombuffer(arena.buffer, dtype=torch.uint8)
+            # By way of numpy, which holds on to the buffer; torch.frombuffer lets the mapping go under the tensor.
+            raw = torch.from_numpy(np.frombuffer(arena.buffer, dtype=np.uint8))
             for plane in group.planes():
                 dtype = TORCH_DTYPES[plane.region.dtype]
                 rows, heads, dim = plane.shape
@@ -57,7 +58,6 @@ class KvView:
                     stride=(group.page_bytes // dtype.itemsize, heads * dim, dim, 1),
                     storage_offset=plane.offset // dtype.itemsize,
                 )
-                self.group_of[key] = group.name
 
     def plane(self, layer: int, kind: str) -> torch.Tensor:
         return self.planes[(layer, kind)]
