@@ -33,6 +33,8 @@ log = structlog.get_logger("router")
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 MAX_ATTEMPTS = 3
 CANCEL_TIMEOUT_S = 2.0
+DEADLINE_LAG_S = 0.25
+"""A client that ends its call with no more than this left of the deadline is taken to have met the deadline."""
 
 
 @dataclass
@@ -127,13 +129,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
         await context.send_initial_metadata((("x-request-id", metadata.request_id),))
         self.counters.requests += 1
         active = _Active(metadata.request_id, metadata.tenant, metadata.traceparent)
+        deadline_s = context.time_remaining()
         outcome, reason = "cancelled", "CLIENT_GONE"  # unless we get to say otherwise
         entered = False
         try:
             self._enter(active)
             entered = True
             check_request(request)
-            async for chunk in self._answer(request, active, context.time_remaining()):
+            async for chunk in self._answer(request, active, deadline_s):
                 if chunk.finish_reason:
                     aborted = chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
                     outcome, reason = ("cancelled" if aborted else "finished"), _short(chunk.finish_reason)
@@ -150,7 +153,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             raise
         finally:
             # Also on cancellation: nothing here waits.
-            if reason == "CLIENT_GONE" and (context.time_remaining() or 1.0) <= 0:
+            if reason == "CLIENT_GONE" and _ran_out(deadline_s, context.time_remaining()):
                 reason = "DEADLINE_EXCEEDED"
             if active.link is not None:
                 active.link.detach(active.request_id)
@@ -378,6 +381,17 @@ def _submission(
     if remaining_s is not None:
         submit.deadline_unix_ns = time.time_ns() + int(remaining_s * 1e9)
     return submit
+
+
+def _ran_out(deadline_s: float | None, remaining_s: float | None) -> bool:
+    """Whether a call that the client ended was ended by its deadline; both in seconds, None without a deadline.
+
+    The client's clock runs out first: it started earlier, by the way here, and gRPC rounds up what it sends, by 1% at
+    most.
+    """
+    if deadline_s is None or remaining_s is None:
+        return False
+    return remaining_s <= 0.01 * deadline_s + min(DEADLINE_LAG_S, deadline_s / 4)
 
 
 def _short(reason: types_pb2.FinishReason.ValueType) -> str:

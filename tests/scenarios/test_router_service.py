@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
 from router import registry, relay
+from router import service as service_module
 from router.client import Client, build_request
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
@@ -393,6 +394,38 @@ async def test_the_deadline_of_the_call_ends_the_sequence(folder: Path) -> None:
         await until(lambda: it.workers[0].aborts, 1.0)
         assert it.workers[0].submits[0].deadline_unix_ns > time.time_ns() - 2_000_000_000
         await it.settled()
+
+
+@pytest.mark.parametrize(("timeout_s", "reason"), [(1.0, "DEADLINE_EXCEEDED"), (60.0, "CLIENT_GONE")])
+async def test_the_log_tells_a_deadline_from_a_client_that_left(folder: Path, timeout_s: float, reason: str) -> None:
+    async with cluster(folder, Script([5], first_s=60.0)) as it:
+        with capture_logs() as lines:
+            task = asyncio.create_task(answer(it.client, "x", timeout_s=timeout_s))
+            await until(lambda: it.workers[0].active)
+            if reason == "CLIENT_GONE":
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await it.settled()
+        line = canonical(lines)
+        assert (line["outcome"], line["reason"]) == ("cancelled", reason)
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "remaining_s", "ran_out"),
+    [
+        (None, None, False),
+        (60.0, 0.0, True),  # gRPC never says less than 0
+        (60.0, 0.5, True),
+        (60.0, 1.0, False),
+        (0.2, 0.1, False),
+        (0.2, 0.03, True),
+        (1001.0, 9.0, True),  # sent as 1,010 s
+    ],
+)
+def test_a_deadline_counts_as_met_within_the_way_and_the_rounding(
+    deadline_s: float | None, remaining_s: float | None, ran_out: bool
+) -> None:
+    assert service_module._ran_out(deadline_s, remaining_s) is ran_out
 
 
 async def test_cancel_rpc_ends_own_requests_of_the_same_tenant_only(folder: Path) -> None:
