@@ -77,6 +77,7 @@ class Batch:
         write_pages, write_slots: [W] int64, where each real row's KV goes: page id and row in the page.
         logit_rows: [S] int64, padded like decode rows; only the first ``num_logits`` count.
         logit_tiles: as ``tiles``, over ``logit_rows``.
+        deterministic: a row's bits must not depend on R either.
     """
 
     token_ids: torch.Tensor
@@ -89,6 +90,7 @@ class Batch:
     logit_rows: torch.Tensor
     logit_tiles: tuple[tuple[int, int], ...]
     num_logits: int
+    deterministic: bool = False
 
 
 def build_batch(work: Sequence[SpanWork], *, deterministic: bool) -> Batch:
@@ -140,6 +142,7 @@ def build_batch(work: Sequence[SpanWork], *, deterministic: bool) -> Batch:
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         logit_tiles=logit_tiles,
         num_logits=num_logits,
+        deterministic=deterministic,
     )
 
 
