@@ -113,7 +113,8 @@ def _host_port(address: str) -> tuple[str, int]:
 @pytest.fixture
 def started(tiny: Path, tmp_path: Path) -> Iterator[Ended]:
     before = shared_memory_files()
-    with running(tmp_path, tiny, [*ONE_WORKER, "--drain-s", "30"]) as cluster:
+    # A drain that has to be waited for outlasts every wait here.
+    with running(tmp_path, tiny, [*ONE_WORKER, "--drain-s", "600"]) as cluster:
         yield Ended(cluster, before)
 
 
@@ -136,7 +137,7 @@ async def test_ctrl_c_lets_answers_end_and_leaves_nothing(started: Ended) -> Non
 async def test_a_second_ctrl_c_ends_everything_at_once(started: Ended) -> None:
     cluster = started.cluster
     async with Client(cluster.router) as client:
-        # Longer than the test waits: only the second signal can end it.
+        # The worker below cannot end its answer, and the drain outlasts the test: only the second signal can end it.
         chunks = client.generate([5], max_tokens=1000, ignore_eos=True, timeout_s=60.0)
         await anext(chunks)
         for worker in [p for p in cluster.descendants() if p.name().startswith("ray::WorkerActor")]:
@@ -145,9 +146,7 @@ async def test_a_second_ctrl_c_ends_everything_at_once(started: Ended) -> None:
         await asyncio.sleep(1.0)
         assert cluster.process.poll() is None
         cluster.process.send_signal(signal.SIGINT)
-        began = time.monotonic()
         assert await asyncio.to_thread(cluster.process.wait, STOP_TIMEOUT_S) == 130, cluster.log
-        assert time.monotonic() - began < 10  # not the 30 s that draining may take
         await chunks.aclose()  # type: ignore[attr-defined]
     started.check()
     assert not cluster.folder.exists()

@@ -134,7 +134,7 @@ async def test_a_client_that_is_gone_frees_its_sequence(
             assert client.popen.stdout is not None
             assert await asyncio.to_thread(client.popen.stdout.read, 1)
         client.send(number)
-        await until(lambda: it.workers[0].aborts, 2.0)
+        await until(lambda: it.workers[0].aborts, 20.0)
         code = await asyncio.to_thread(client.popen.wait, 10)
         assert code == (130 if number == signal.SIGINT else -signal.SIGKILL)
         await it.settled()

@@ -24,6 +24,9 @@ from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 from tests.scenarios.router_harness import Answer, answer, cluster, until
 from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
 
+HANG_S = 20.0
+"""A bound on what would otherwise hang, on a busy machine too; nothing is measured by it."""
+
 TEXT = "The capital of France is Paris. 日本語 👩‍👩‍👧‍👦 äöü 🎉 done"
 
 
@@ -348,29 +351,28 @@ async def test_load_of_others_counts(folder: Path) -> None:
 # --- cancellation ---
 
 
-async def test_cancel_after_three_tokens_reaches_the_worker_within_100_ms(folder: Path) -> None:
-    async with cluster(folder, Script([5, 6, 7, 8], endless=True, every_s=0.005)) as it:
-        num_tokens = 0
-        async for chunk in it.client.generate("x", max_tokens=1000):
-            num_tokens += len(chunk.token_ids)
-            if num_tokens >= 3:
-                cancelled = time.monotonic()
-                break
-        await until(lambda: it.workers[0].aborts, 1.0)
-        took_s = it.workers[0].aborts[0][1] - cancelled
-        assert took_s < 0.1, took_s
+NEVER_S = 3600.0
+"""Until the next token. What a test waits for must come without it. How fast it comes: tests/bench/bench_cancel.py."""
+
+
+async def test_cancel_after_three_tokens_reaches_the_worker_before_the_fourth(folder: Path) -> None:
+    async with cluster(folder, Script([5, 6, 7, 8], endless=True, per_step=3, every_s=NEVER_S)) as it:
+        async for chunk in it.client.generate("x", request_id="left", max_tokens=1000):
+            assert list(chunk.token_ids) == [5, 6, 7]
+            break
+        await until(lambda: it.workers[0].aborts == ["left"], HANG_S)
+        assert it.workers[0].num_emitted["left"] == 3
         await it.settled()
         assert (await it.client.stats()).cancelled == 1
 
 
-async def test_cancel_in_prefill_does_not_wait_for_the_next_chunk(folder: Path) -> None:
-    async with cluster(folder, Script([5], first_s=60.0)) as it:
-        task = asyncio.create_task(answer(it.client, "x"))
+async def test_cancel_in_prefill_reaches_the_worker_before_the_first_token(folder: Path) -> None:
+    async with cluster(folder, Script([5], first_s=NEVER_S)) as it:
+        task = asyncio.create_task(answer(it.client, "x", request_id="left"))
         await until(lambda: it.workers[0].active)
-        cancelled = time.monotonic()
         task.cancel()
-        await until(lambda: it.workers[0].aborts, 1.0)
-        assert it.workers[0].aborts[0][1] - cancelled < 0.1
+        await until(lambda: it.workers[0].aborts == ["left"], HANG_S)
+        assert it.workers[0].num_emitted["left"] == 0
         await it.settled()
 
 
@@ -391,7 +393,7 @@ async def test_the_deadline_of_the_call_ends_the_sequence(folder: Path) -> None:
     async with cluster(folder, Script([5], first_s=60.0)) as it:
         error = await refused(it.client.generate("x", timeout_s=0.2))
         assert isinstance(error, errors.DeadlineExceeded)
-        await until(lambda: it.workers[0].aborts, 1.0)
+        await until(lambda: it.workers[0].aborts, HANG_S)
         assert it.workers[0].submits[0].deadline_unix_ns > time.time_ns() - 2_000_000_000
         await it.settled()
 
