@@ -24,7 +24,14 @@ from kvstore.fd_server import fetch
 from kvstore.geometry import CacheGeometry
 from kvstore.sequences import Admitted, PageCopy, Refused
 from protos import kvstore_pb2, kvstore_pb2_grpc, rpc
-from protos.errors import DeadlineExceeded, KvStoreLost, PreconditionFailed, TailpackError, Unavailable
+from protos.errors import (
+    DeadlineExceeded,
+    KvStoreLost,
+    PreconditionFailed,
+    RequestCancelled,
+    TailpackError,
+    Unavailable,
+)
 
 __all__ = ["Admitted", "Arena", "Attachment", "ControlBlock", "OpenRequest", "PageCopy", "Refused", "attach", "stats"]
 
@@ -275,6 +282,9 @@ class _Session:
             if isinstance(error, DeadlineExceeded):
                 # Whether the store did what it was asked is unknown: nothing can be built on this attachment.
                 self._end(f"the store did not answer within {CALL_TIMEOUT_S} s", tell=True)
+            elif isinstance(error, RequestCancelled) or error.reason == "STALE_EPOCH":
+                # How a store that stops answers a call in flight; the reader may not have read `revoked` yet.
+                self._end(f"the store ended the attachment: {error.message}", tell=True)
             elif not isinstance(error, Unavailable) and self.lost is None:
                 raise error from failure
             raise _lost(self.lost or str(error)) from failure
