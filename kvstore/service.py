@@ -180,9 +180,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     def _detach(self, attached: Attached, why: str, *, goodbye: bool) -> None:
         name = attached.device.spec.device
-        # A store that stops leaves the control block as it is, like one that dies: its workers go on with it.
-        sequences, pages = (0, 0) if self._stopping else attached.device.release_all()
         del self._attached[name]
+        with self._invariants(attached.device):
+            # A store that stops leaves the control block as it is, like one that dies: its workers go on with it.
+            sequences, pages = (0, 0) if self._stopping else attached.device.release_all()
         if goodbye:
             if attached.holder is not None:
                 os.close(attached.holder)
@@ -233,14 +234,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         """
         for attached in self._attached.values():
             if attached.epoch == epoch:
-                try:
+                with self._invariants(attached.device):
                     yield attached.device
-                except InternalError as bug:
-                    log.critical(
-                        "invariant broken, the store stops", device=attached.device.spec.device, error=str(bug)
-                    )
-                    self.failed.set()
-                    raise
                 return
         raise PreconditionFailed(
             "this epoch is over",
@@ -249,6 +244,16 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             allowed=", ".join(str(a.epoch) for a in self._attached.values()) or "nobody is attached",
             hint="attach again",
         )
+
+    @contextmanager
+    def _invariants(self, device: Device) -> Iterator[None]:
+        """A broken invariant inside marks the store as failed: its tables cannot be trusted."""
+        try:
+            yield
+        except InternalError as bug:
+            log.critical("invariant broken, the store stops", device=device.spec.device, error=str(bug))
+            self.failed.set()
+            raise
 
     # --- the calls of an attachment ---
 

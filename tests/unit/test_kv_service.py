@@ -113,6 +113,20 @@ async def test_a_broken_invariant_fails_the_store(service: KvStoreService) -> No
     assert service.failed.is_set()
 
 
+async def test_an_invariant_that_breaks_in_a_detach_fails_the_store(
+    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise InternalError("the tables are at odds")
+
+    attached = await service._attach(SPEC, "w")
+    monkeypatch.setattr(attached.device, "release_all", broken)
+    with pytest.raises(InternalError):
+        service._detach(attached, "test", goodbye=True)
+    assert service.failed.is_set()
+    assert not service._attached, "nobody holds the device any more"
+
+
 async def test_mistakes_of_a_caller_do_not_fail_the_store(service: KvStoreService) -> None:
     attached = await service._attach(SPEC, "w")
     with pytest.raises(Exception, match="no such sequence"):
