@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ async def test_a_device_that_is_being_made_is_busy(service: KvStoreService, monk
         "DEVICE_BUSY",
         "DEVICE_BUSY",
     ]
+
+
+async def test_devices_made_at_the_same_time_share_the_memory_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_allocation(monkeypatch)
+    limited = KvStoreService(FdServer(tmp_path / "fds"), incarnation="test", memory_limit=2 * SPEC.num_bytes)
+    specs = [replace(SPEC, device=f"cpu:{i}") for i in range(3)]
+    results = await asyncio.gather(*(limited._attach(spec, "w") for spec in specs), return_exceptions=True)
+    assert [getattr(r, "reason", "attached") for r in results] == ["attached", "attached", "NOT_ENOUGH_MEMORY"]
+    assert sum(device.spec.num_bytes for device in limited._devices.values()) <= 2 * SPEC.num_bytes
+    limited.close()
 
 
 async def test_a_caller_that_leaves_meanwhile_leaves_the_memory_to_the_next(
