@@ -207,12 +207,14 @@ class Engine:
     def _run_thread(self) -> None:
         torch.set_num_threads(self._config.num_threads)
         error: TailpackError = WorkerLost("the worker is stopping", hint="send the request to another worker")
+        failed = True  # also when it breaks while it is being stopped
         try:
             with torch.inference_mode():
                 while not self._stopping:
                     if not self._has_work():
                         self._wait()
                     self.step()
+            failed = False
         except KvStoreLost as lost:
             error = lost
         except TailpackError as known:
@@ -221,7 +223,7 @@ class Engine:
         except BaseException as broken:  # whatever it is, every sequence must hear of it
             log.error("engine stopped by a broken invariant", exc_info=True)
             error = _internal(broken)
-        self._end_all(error, failed=not self._stopping)
+        self._end_all(error, failed=failed)
 
     def _has_work(self) -> bool:
         with self._lock:

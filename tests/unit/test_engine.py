@@ -340,6 +340,31 @@ def test_an_exception_of_the_model_stops_the_engine_loudly(
     live.harness.attachment.check_empty()
 
 
+def test_an_engine_that_breaks_while_it_stops_has_failed(
+    folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = Live(model, folder)
+    in_step, stopping = threading.Event(), threading.Event()
+
+    def broken(work: object) -> torch.Tensor:
+        in_step.set()
+        assert stopping.wait(20)
+        raise RuntimeError("the sums came out wrong")
+
+    monkeypatch.setattr(live.engine._runner, "run", broken)
+    live.engine.submit(request("r", prompt(1, 10), 5))
+    live.engine.start()
+    assert in_step.wait(20)
+    stop = threading.Thread(target=live.engine.stop, args=(20,))
+    stop.start()
+    while not live.engine._stopping:
+        time.sleep(0.001)
+    stopping.set()
+    stop.join()
+    assert isinstance(error_of(live.harness, "r"), InternalError)
+    assert live.engine.failed.is_set() and live.failures == [live.engine.failure]
+
+
 def test_logits_that_are_not_finite_are_never_a_token(
     folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
