@@ -224,6 +224,12 @@ class Attachment:
         for arena in self.arenas.values():
             arena.close()
 
+    def abandon(self) -> None:
+        """Ends the attachment without saying that the memory is left alone: a thread of this process may still write to
+        it. The store gives the device to nobody until the process is gone. ``close`` afterwards is harmless.
+        """
+        self._session.abandon()
+
     def __enter__(self) -> Attachment:
         return self
 
@@ -288,6 +294,10 @@ class _Session:
             elif not isinstance(error, Unavailable) and self.lost is None:
                 raise error from failure
             raise _lost(self.lost or str(error)) from failure
+
+    def abandon(self) -> None:
+        """Ends the stream without a goodbye; nor is that of a later ``close`` sent any more."""
+        self._end("the attachment was abandoned", tell=False)
 
     def close(self) -> None:
         """Says that the memory is left alone, waits for the store to end the stream, closes the channel."""

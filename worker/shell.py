@@ -23,7 +23,7 @@ import torch
 
 from kvstore.client import Attachment, attach
 from protos import rpc, types_pb2, worker_pb2_grpc
-from protos.errors import KvStoreLost, PreconditionFailed, TailpackError
+from protos.errors import InternalError, KvStoreLost, PreconditionFailed, TailpackError
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.service import SERVICE, WorkerService
@@ -61,7 +61,8 @@ async def serve(
     Raises:
         ConfigError, ModelError, PreconditionFailed, CapacityError: it cannot start.
         KvStoreLost: the kvstore went away; the mapped memory is no longer this worker's.
-        InternalError: the engine stopped at a broken invariant.
+        InternalError: the engine stopped at a broken invariant, or does not stop; then the KV memory goes to nobody
+            else before this process is gone.
     """
     torch.set_num_threads(config.num_threads)
     rpc.check_free(listen)  # before minutes of loading weights, not after
@@ -106,7 +107,11 @@ async def serve(
             sessions.end()
             await server.stop(1.0)
         finally:
-            await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
+            try:
+                await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
+            except InternalError:  # it may still be writing
+                attachment.abandon()
+                raise
     if broken.done():
         raise broken.result()
 
