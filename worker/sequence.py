@@ -10,11 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from protos import types_pb2, worker_pb2
 from protos.errors import InvalidRequest, TailpackError, TooLarge
+from protos.limits import check_sampling, check_stop, check_token_ids
 
-MAX_TEMPERATURE = 100.0
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-MAX_LOGPROBS = 20
-MAX_STOP_TOKEN_IDS = 256
 MAX_REQUEST_ID_BYTES = 256
 MAX_TENANT_BYTES = 256
 MAX_TRACEPARENT_BYTES = 512
@@ -252,47 +249,9 @@ def validate(request: Request, model: types_pb2.ModelInfo) -> None:
             given=f"{len(request.prompt)} tokens",
             allowed=f"at most {model.max_sequence_tokens - 1} tokens",
         )
-    _check_token_ids("prompt", request.prompt, model.vocab_size)
-    _check_sampling(request.sampling)
+    check_token_ids("prompt", request.prompt, model)
+    check_sampling(request.sampling.to_proto())
     _check_stop(request, model)
-
-
-def _check_token_ids(what: str, token_ids: Seq[int], vocab_size: int) -> None:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
-        raise InvalidRequest(
-            f"a token id of {what} is outside the vocabulary",
-            reason="TOKEN_OUT_OF_RANGE",
-            given=f"{bad} at index {index}",
-            allowed=f"0 to {vocab_size - 1}",
-        )
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    ranges: tuple[tuple[str, float, bool, str], ...] = (
-        (
-            "temperature",
-            sampling.temperature,
-            0 <= sampling.temperature <= MAX_TEMPERATURE,
-            f"0 to {MAX_TEMPERATURE:g}",
-        ),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 (all) or more"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, up to 1"),
-        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "0 to 1"),
-        (
-            "repetition_penalty",
-            sampling.repetition_penalty,
-            MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
-            f"{MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}",
-        ),
-        ("seed", sampling.seed or 0, 0 <= (sampling.seed or 0) < 1 << 64, "0 to 2^64-1"),
-        ("logprobs", sampling.logprobs or 0, 0 <= (sampling.logprobs or 0) <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
-    )
-    for name, value, fine, allowed in ranges:  # a NaN fails every comparison, so it is refused by each of these
-        if not fine:
-            raise InvalidRequest(
-                f"{name} is out of its range", reason=f"BAD_{name.upper()}", given=value, allowed=allowed
-            )
 
 
 def _check_stop(request: Request, model: types_pb2.ModelInfo) -> None:
@@ -301,12 +260,9 @@ def _check_stop(request: Request, model: types_pb2.ModelInfo) -> None:
         raise InvalidRequest(
             "max_tokens is out of its range", reason="BAD_MAX_TOKENS", given=stop.max_tokens, allowed="1 or more"
         )
-    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            "too many stop token ids", given=len(stop.stop_token_ids), allowed=f"at most {MAX_STOP_TOKEN_IDS}"
-        )
-    _check_token_ids("stop_token_ids", stop.stop_token_ids, model.vocab_size)
-    _check_token_ids("emitted_token_ids", request.emitted, model.vocab_size)
+    check_stop(stop.to_proto())
+    check_token_ids("stop", stop.stop_token_ids, model)
+    check_token_ids("emitted", request.emitted, model)
     if not request.emitted:
         return
     room = min(stop.max_tokens, model.max_sequence_tokens - len(request.prompt))

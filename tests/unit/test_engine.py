@@ -182,7 +182,7 @@ def test_bad_requests_hurt_nobody(folder: Path, model: Model) -> None:
     bad = {
         "EMPTY_PROMPT": request("b0", []),
         "PROMPT_TOO_LONG": request("b1", prompt(1, TINY["max_position_embeddings"])),
-        "TOKEN_OUT_OF_RANGE": request("b2", [5, VOCAB]),
+        "BAD_TOKEN_ID": request("b2", [5, VOCAB]),
         "BAD_MAX_TOKENS": request("b3", [5], -1),
         "BAD_TEMPERATURE": request("b4", [5], temperature=float("nan")),
         "BAD_TOP_P": request("b5", [5], top_p=0.0),
