@@ -32,6 +32,9 @@ log = structlog.get_logger("router")
 
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 MAX_ATTEMPTS = 3
+DEFAULT_MAX_REQUEST_BYTES = 512 << 20
+"""Of all requests in flight, as received. gRPC holds each one besides as parsed, and the router as token ids until the
+first token."""
 CANCEL_TIMEOUT_S = 2.0
 DEADLINE_LAG_S = 0.25
 """A client that ends its call with no more than this left of the deadline is taken to have met the deadline."""
@@ -66,6 +69,7 @@ class _Active:
     prompt_tokens: int = 0
     tokenized_ns: int | None = None
     num_retries: int = 0
+    held_bytes: int = 0
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -83,15 +87,23 @@ class RouterService(router_pb2_grpc.RouterServicer):
         *,
         router_id: str | None = None,
         max_in_flight: int = 4096,
+        max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
         on_ready: Callable[[bool], None] = lambda ready: None,
     ) -> None:
-        """on_ready is told whenever a worker comes or goes, whether any is ready."""
+        """Starts nothing yet.
+
+        Args:
+            max_in_flight, max_request_bytes: of all requests in flight; more are refused with a retry hint.
+            on_ready: told whenever a worker comes or goes, whether any is ready.
+        """
         incarnation = rpc.new_request_id().removeprefix("req-")
         self.router_id = router_id or f"router-{incarnation[:8]}"
         self.counters = Counters()
         self.draining = False
         self._tokenizer = tokenizer
         self._max_in_flight = max_in_flight
+        self._max_request_bytes = max_request_bytes
+        self._held_bytes = 0
         self._on_ready = on_ready
         self._active: dict[str, _Active] = {}
         self._started_ns = time.monotonic_ns()
@@ -136,6 +148,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._enter(active)
             entered = True
             check_request(request)
+            self._hold(active, request.ByteSize())
             async for chunk in self._answer(request, active, deadline_s):
                 if chunk.finish_reason:
                     aborted = chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
@@ -181,7 +194,21 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._active[active.request_id] = active
         self._idle.clear()
 
+    def _hold(self, active: _Active, num_bytes: int) -> None:
+        """Counts a request's bytes for as long as its stream lives: gRPC keeps the request, as received and parsed."""
+        if self._held_bytes + num_bytes > self._max_request_bytes:
+            raise CapacityError(
+                "the requests in flight are too large together",
+                reason="TOO_MANY_REQUEST_BYTES",
+                given=f"{num_bytes} bytes beside {self._held_bytes} in flight",
+                allowed=f"{self._max_request_bytes} bytes",
+                retry_after_ms=1000,
+            )
+        self._held_bytes += num_bytes
+        active.held_bytes = num_bytes
+
     def _leave(self, active: _Active) -> None:
+        self._held_bytes -= active.held_bytes
         del self._active[active.request_id]
         if not self._active:
             self._idle.set()
@@ -189,7 +216,19 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def _answer(
         self, request: router_pb2.GenerateRequest, active: _Active, remaining_s: float | None
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        """Tokenises, places, relays; places again on another worker while nothing was emitted."""
+        """Begins an answer, then relays it."""
+        relay, chunk = await self._begin(request, active, remaining_s)
+        while chunk is not None:
+            yield chunk
+            chunk = await relay.next_chunk()
+
+    async def _begin(
+        self, request: router_pb2.GenerateRequest, active: _Active, remaining_s: float | None
+    ) -> tuple[Relay, router_pb2.GenerateResponse | None]:
+        """Tokenises and places; places again on another worker while nothing was emitted. Returns with the first chunk.
+
+        The submission is this call's alone: it ends with the first token, where the stream may live for hours.
+        """
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the deadline passed before the request was placed")
         model = self._model(request.model)
@@ -200,7 +239,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         check_fits(prompt, list(request.stop.stop_token_ids), model)
         submit = _submission(request, active, prompt, model, remaining_s)
         placement = policy.Placement(len(prompt), submit.stop.max_tokens)
-        del prompt  # a long one is tens of megabytes as a list, and the stream may live for hours
+        del prompt  # a long one is tens of megabytes as a list, and may queue for minutes
         tried: list[str] = []
         failure: TailpackError | None = None
         while True:
@@ -211,11 +250,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 self.counters.retries += 1
             relay = self._place(request, submit, placement, link, active, model)
             try:
-                while (chunk := await relay.next_chunk()) is not None:
-                    yield chunk
-                return
-            except (Unavailable, CapacityError) as error:
-                if relay.num_tokens or len(tried) >= MAX_ATTEMPTS:
+                return relay, await relay.next_chunk()
+            except (Unavailable, CapacityError) as error:  # before any token: what was emitted comes ahead of an error
+                if len(tried) >= MAX_ATTEMPTS:
                     raise
                 failure = error
                 link.detach(active.request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, MutableMapping
@@ -276,6 +277,49 @@ async def test_requests_over_the_bound_are_refused_with_a_retry_hint(folder: Pat
         assert error.retry_after_ms
         for stream in streams:
             await stream.aclose()  # type: ignore[attr-defined]
+        await it.settled()
+
+
+async def test_requests_too_large_together_are_refused_with_a_retry_hint(folder: Path) -> None:
+    script = Script([5], endless=True, every_s=0.01)
+    async with cluster(folder, script, max_request_bytes=2500) as it:
+        first, second = (it.client.generate([5] * 1000) for _ in range(2))
+        for stream in (first, second):
+            await anext(stream)
+        error = await refused(it.client.generate([5] * 1000))
+        assert isinstance(error, errors.CapacityError)
+        assert error.reason == "TOO_MANY_REQUEST_BYTES"
+        assert error.retry_after_ms
+        await anext(it.client.generate([5] * 10))  # a small one still fits
+        await first.aclose()  # type: ignore[attr-defined]
+        await until(lambda: len(it.workers[0].active) == 1)
+        await anext(it.client.generate([5] * 1000))  # what has ended does not count
+        await second.aclose()  # type: ignore[attr-defined]
+        await it.settled()
+        assert it.service._held_bytes == 0
+        assert len(it.workers[0].submits) == 4
+
+
+async def test_a_submission_is_dropped_at_the_first_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = service_module._submission
+
+    def keeping(*arguments: Any) -> Any:
+        made.append(original(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(service_module, "_submission", keeping)
+    async with cluster(folder, Script([5], endless=True, first_s=0.2, every_s=0.01)) as it:
+        stream = it.client.generate("x", max_tokens=4000)
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: it.workers[0].active)
+        while_waiting = sys.getrefcount(made[0])
+        await first
+        afterwards, alone = sys.getrefcount(made[0]), [object()]
+        ours = sys.getrefcount(alone[0])
+        assert while_waiting > afterwards
+        assert afterwards == ours  # only the test's own list holds it
+        await stream.aclose()  # type: ignore[attr-defined]
         await it.settled()
 
 
