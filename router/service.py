@@ -35,9 +35,18 @@ MAX_ATTEMPTS = 3
 DEFAULT_MAX_REQUEST_BYTES = 512 << 20
 """Of all requests in flight, as received. gRPC holds each one besides as parsed, and the router as token ids until the
 first token."""
+MAX_SEQUENCE_ID_BYTES = 256  # as workers and stores have it
 CANCEL_TIMEOUT_S = 2.0
 DEADLINE_LAG_S = 0.25
 """A client that ends its call with no more than this left of the deadline is taken to have met the deadline."""
+
+
+def sequence_id(tenant: str, request_id: str) -> str:
+    """What workers know a request by. All routers agree on it, so that any of them can cancel it.
+
+    A request id is its tenant's own: another's use of the same one must neither collide with it nor tell that it runs.
+    """
+    return f"{tenant}/{request_id}" if tenant else request_id  # neither holds a "/"
 
 
 @dataclass
@@ -70,6 +79,10 @@ class _Active:
     tokenized_ns: int | None = None
     num_retries: int = 0
     held_bytes: int = 0
+
+    @property
+    def sequence_id(self) -> str:
+        return sequence_id(self.tenant, self.request_id)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -105,7 +118,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._max_request_bytes = max_request_bytes
         self._held_bytes = 0
         self._on_ready = on_ready
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, _Active] = {}  # by sequence id
         self._started_ns = time.monotonic_ns()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -169,7 +182,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             if reason == "CLIENT_GONE" and _ran_out(deadline_s, context.time_remaining()):
                 reason = "DEADLINE_EXCEEDED"
             if active.link is not None:
-                active.link.detach(active.request_id)
+                active.link.detach(active.sequence_id)
             if entered:
                 self._leave(active)
             self._account(active, outcome, reason)
@@ -187,11 +200,18 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 allowed=f"{self._max_in_flight}",
                 retry_after_ms=1000,
             )
-        if active.request_id in self._active or self.registry.knows(active.request_id):
+        if len(active.sequence_id) > MAX_SEQUENCE_ID_BYTES:
+            raise InvalidRequest(
+                "tenant and request id are too long together",
+                reason="BAD_REQUEST_ID",
+                given=f"{len(active.tenant)} and {len(active.request_id)} characters",
+                allowed=f"{MAX_SEQUENCE_ID_BYTES - 1} together",
+            )
+        if active.sequence_id in self._active or self.registry.knows(active.sequence_id):
             raise AlreadyExists(
                 "a request with this id is running", reason="DUPLICATE_REQUEST", given=active.request_id
             )
-        self._active[active.request_id] = active
+        self._active[active.sequence_id] = active
         self._idle.clear()
 
     def _hold(self, active: _Active, num_bytes: int) -> None:
@@ -209,7 +229,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     def _leave(self, active: _Active) -> None:
         self._held_bytes -= active.held_bytes
-        del self._active[active.request_id]
+        del self._active[active.sequence_id]
         if not self._active:
             self._idle.set()
 
@@ -255,7 +275,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 if len(tried) >= MAX_ATTEMPTS:
                     raise
                 failure = error
-                link.detach(active.request_id)
+                link.detach(active.sequence_id)
 
     def _model(self, name: str) -> types_pb2.ModelInfo:
         """The model a request names. Raises NotFound, InvalidRequest, Unavailable."""
@@ -329,7 +349,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 self._tokenizer.tokens, frozenset(hidden), text_begins=request.WhichOneof("prompt") == "chat"
             ),
             stop_strings=request.stop_strings,
-            abort=lambda: link.abort(active.request_id),
+            abort=lambda: link.abort(active.sequence_id),
         )
         link.submit(submit, relay, placement)
         active.link, active.relay = link, relay
@@ -367,15 +387,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
         tenant = rpc.call_metadata(context).tenant
         if not request.request_id:
             raise InvalidRequest("request_id is empty", reason="EMPTY_REQUEST_ID")
-        own = self._active.get(request.request_id)
+        wanted = sequence_id(tenant, request.request_id)
+        own = self._active.get(wanted)
         if own is not None:
-            if own.tenant == tenant:
-                own.cancel()
-            return router_pb2.CancelResponse(found=own.tenant == tenant)
+            own.cancel()
+            return router_pb2.CancelResponse(found=True)
         links = [link for link in self.registry.links.values() if link.state in ("ready", "draining")]
         answers = await asyncio.gather(
-            *(link.abort_foreign(request.request_id, tenant, CANCEL_TIMEOUT_S) for link in links),
-            return_exceptions=True,
+            *(link.abort_foreign(wanted, tenant, CANCEL_TIMEOUT_S) for link in links), return_exceptions=True
         )
         if not any(answer is True for answer in answers):
             for answer in answers:
@@ -407,7 +426,7 @@ def _submission(
 ) -> worker_pb2.Submit:
     room = model.max_sequence_tokens - len(prompt)
     submit = worker_pb2.Submit(
-        request_id=active.request_id,
+        request_id=active.sequence_id,
         tenant=active.tenant,
         prompt_token_ids=prompt,
         sampling=request.sampling,

@@ -266,6 +266,33 @@ async def test_a_request_id_in_use_is_refused(folder: Path) -> None:
         await it.settled()
 
 
+async def test_a_request_id_is_its_tenant_s_own(folder: Path) -> None:
+    script = Script([5, 6, 7, 8], endless=True, every_s=0.01)
+    async with cluster(folder, script) as it:
+        async with Client(it.address, tenant="a") as a, Client(it.address, tenant="b") as b:
+            running = [asyncio.create_task(answer(who, "x", request_id="same", max_tokens=4000)) for who in (a, b)]
+            await until(lambda: len(it.workers[0].active) == 2)
+            # Nobody learns of another's request by its id, and a second use of one's own is refused as before.
+            assert not await it.client.cancel("same")
+            assert (await answer(it.client, "x", request_id="same", max_tokens=3)).token_ids == [5, 6, 7]
+            assert (await refused(a.generate("x", request_id="same"))).reason == "DUPLICATE_REQUEST"
+            assert await a.cancel("same")
+            got = await running[0]
+            assert got.last.finish_reason == types_pb2.FINISH_REASON_ABORTED
+            assert {chunk.request_id for chunk in got.chunks} == {"same"}
+            await until(lambda: len(it.workers[0].active) == 1)
+            assert not running[1].done()
+            assert await b.cancel("same")
+            assert (await running[1]).last.finish_reason == types_pb2.FINISH_REASON_ABORTED
+        await it.settled()
+
+
+async def test_a_tenant_and_an_id_that_no_worker_could_hold_together_are_refused(folder: Path) -> None:
+    async with cluster(folder, Script([5, EOS])) as it, Client(it.address, tenant="t" * 128) as client:
+        await answer(client, "x", request_id="r" * 127)
+        assert (await refused(client.generate("x", request_id="r" * 128))).reason == "BAD_REQUEST_ID"
+
+
 async def test_requests_over_the_bound_are_refused_with_a_retry_hint(folder: Path) -> None:
     async with cluster(folder, Script([5], endless=True, every_s=0.01), max_in_flight=2) as it:
         streams = [it.client.generate("x") for _ in range(2)]
