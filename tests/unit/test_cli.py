@@ -149,3 +149,9 @@ def test_logs_for_people_have_no_braces_and_hold_no_local_variables() -> None:
     stdout, stderr = logged(json=False)
     assert stdout == "" and "prompt" not in stderr and "{" not in stderr
     assert "from a thread" in stderr and "rows=3" in stderr and "ZeroDivisionError" in stderr
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    error = ConfigError("müßte \x1b[31m", given="a\r\nb\x9b1m", allowed="日本 \u202e", hint="\x07")
+    assert str(error) == "müßte \\x1b[31m; given: a\\r\\nb\\x9b1m; allowed: 日本 \\u202e; \\x07 [BAD_CONFIG]"
+    assert error.given == "a\r\nb\x9b1m"  # programs get what was sent
