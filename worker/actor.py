@@ -20,6 +20,7 @@ import structlog
 from protos import logs, rpc
 from protos.errors import TailpackError
 from worker import shell
+from worker.child import STARTING
 from worker.config import WorkerConfig
 
 log = structlog.get_logger("worker")
@@ -88,6 +89,7 @@ class WorkerActor:
     async def _serve(self) -> None:
         stop = asyncio.Event()
         self._stop = (asyncio.get_running_loop(), stop)
+        log.info(STARTING, worker=self._config["worker_id"], pid=os.getpid())
         await shell.serve(
             WorkerConfig.from_dict(self._config), self._listen, stop, on_ready=self._on_ready, drain_s=self._drain_s
         )

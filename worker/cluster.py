@@ -21,15 +21,16 @@ import grpc
 import psutil
 from rich.console import Console
 
-from protos import rpc, worker_pb2, worker_pb2_grpc
-from protos.errors import CapacityError, PreconditionFailed, TailpackError, Unavailable
-from worker.child import Child, ChildDied, kill_descendants
+from protos import router_pb2, router_pb2_grpc, rpc, worker_pb2, worker_pb2_grpc
+from protos.errors import CapacityError, ModelError, PreconditionFailed, TailpackError, Unavailable
+from worker.child import STARTING, Child, ChildDied, kill_descendants, last_problem
 from worker.cluster_config import ClusterConfig, arena_bytes_of
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's own; the least it takes. Nothing of ours goes through it
 START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0  # weights of gigabytes from a cold disk
 ANSWER_TIMEOUT_S = 2.0
+MAX_FAILED_STARTS = 5  # in a row, of a worker that Ray restarts; then the cluster gives up
 
 
 class Interrupted(BaseException):
@@ -91,7 +92,7 @@ class Cluster:
         """Looks after everything once. Reports workers that Ray restarted.
 
         Raises:
-            ChildDied: the kvstore, the router or Ray has ended.
+            ChildDied: the kvstore, the router or Ray has ended, or a worker does not come back.
         """
         for child in (self._kvstore, self._router):
             if child is not None and not child.running:
@@ -153,6 +154,8 @@ class Cluster:
         finally:
             for number, handler in handlers.items():  # Ray takes SIGTERM for itself
                 signal.signal(number, handler)
+        # What Ray would print itself of every worker that dies: a kilobyte that does not say why. _Worker.look does.
+        ray._private.worker._worker_logs_enabled = False
         self._ray_processes = _Watched(exclude=before)
 
     def _start_workers(self, arena_bytes: int) -> None:
@@ -160,9 +163,9 @@ class Cluster:
 
         from worker import actor
 
-        for index in range(self.config.workers):
+        log_files = [self.logs / f"worker-{index}.log" for index in range(self.config.workers)]
+        for index, log_file in enumerate(log_files):
             worker_config = self.config.worker(index, self.kv_socket, arena_bytes)
-            log_file = self.logs / f"worker-{index}.log"
             self._actors.append(
                 actor.create(worker_config, _free_address(), drain_s=self.config.drain_s, log_file=log_file)
             )
@@ -172,37 +175,36 @@ class Cluster:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=0.5)
             for answer in done:
-                self._result(answer)  # raises by name what kept the worker from starting
+                _started(answer, log_files[answers.index(answer)])
             if self._kvstore is not None and not self._kvstore.running:
                 raise self._kvstore.died()
             if time.monotonic() > deadline:
                 raise Unavailable("workers are not ready", reason="START_TIMEOUT", given=f"{LOAD_TIMEOUT_S:g} s")
-        self._workers = [_Worker(ready) for ready in (self._result(answer) for answer in answers)]
-
-    def _result(self, answer: Any) -> Any:
-        import ray
-
-        try:
-            return ray.get(answer, timeout=ANSWER_TIMEOUT_S)
-        except ray.exceptions.RayTaskError as failure:
-            if isinstance(failure.cause, TailpackError):
-                raise failure.cause from None
-            raise
-        except ray.exceptions.RayActorError as failure:
-            raise ChildDied("a worker ended while it started", hint=f"logs: {self.logs}; {failure}") from failure
+        self._workers = [
+            _Worker(_started(answer, log_file), log_file) for answer, log_file in zip(answers, log_files, strict=True)
+        ]
 
     def _wait_router_ready(self) -> None:
-        """Until the router has a worker: the first request must not be refused."""
+        """Until the router has a worker: the first request must not be refused.
+
+        Raises:
+            ModelError: WORKER_REFUSED, the router does not take a worker; it would not later either.
+        """
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         deadline = time.monotonic() + START_TIMEOUT_S
         with rpc.sync_channel(self.router_address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub, router = health_pb2_grpc.HealthStub(channel), router_pb2_grpc.RouterStub(channel)
             request = health_pb2.HealthCheckRequest(service="tailpack.v1.Router")
             while time.monotonic() < deadline:
                 with contextlib.suppress(grpc.RpcError):
                     if stub.Check(request, timeout=ANSWER_TIMEOUT_S).status == health_pb2.HealthCheckResponse.SERVING:
                         return
+                    for worker in router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=ANSWER_TIMEOUT_S).workers:
+                        if worker.state == "refused":
+                            raise ModelError(
+                                "the router does not take a worker", reason="WORKER_REFUSED", given=worker.why
+                            )
                 assert self._router is not None
                 if not self._router.running:
                     raise self._router.died()
@@ -282,28 +284,78 @@ class _Watched:
 
 
 class _Worker:
-    """A started worker as seen from outside. Ray restarts it; this only reports it."""
+    """A started worker as seen from outside. Ray restarts it; this reports it and why, and gives up in the end."""
 
-    def __init__(self, ready: Any) -> None:
+    def __init__(self, ready: Any, log_file: Path) -> None:
         self.address: str = ready.address
         self.worker_id: str = ready.worker_id
         self.pid: int = ready.pid
         self._incarnation: str = ready.incarnation
         self._answers = True
+        self._log_file = log_file
+        self._log_seen = log_file.stat().st_size  # up to where it last was ready
+        self._num_starts = 0  # since then
+        self._num_restarts = 0
         self._channel = rpc.sync_channel(self.address)  # for as long as this process lives
 
     def look(self, console: Console) -> None:
+        """Asks it once. Raises ChildDied: it has failed to start MAX_FAILED_STARTS times in a row."""
         stub = worker_pb2_grpc.WorkerStub(self._channel)
         try:
             info = stub.Info(worker_pb2.InfoRequest(), timeout=ANSWER_TIMEOUT_S).info
         except grpc.RpcError as failure:
             if self._answers:
-                console.print(f"{self.worker_id} does not answer: {rpc.error_from(failure).message}", soft_wrap=True)
+                self._say(console, f"does not answer: {rpc.error_from(failure).message}")
             self._answers = False
+            self._count_starts(console)
             return
         if info.incarnation != self._incarnation:
-            console.print(f"{self.worker_id} was restarted by Ray")
+            self._num_restarts += 1
+            self._say(console, f"was restarted by Ray, {self._num_restarts} times so far; {self._why()}")
+            self._log_seen, self._num_starts = self._log_file.stat().st_size, 0
         self._incarnation, self._answers = info.incarnation, True
+
+    def _count_starts(self, console: Console) -> None:
+        num_starts = self._log().count(f'"{STARTING}"')
+        if num_starts > MAX_FAILED_STARTS:
+            raise ChildDied(
+                f"{self.worker_id} does not come back: it failed to start {MAX_FAILED_STARTS} times in a row",
+                given=last_problem(self._log()),
+                hint=f"its log: {self._log_file}",
+            )
+        if num_starts > self._num_starts:
+            self._say(console, f"is started again, attempt {num_starts} of {MAX_FAILED_STARTS}; {self._why()}")
+        self._num_starts = num_starts
+
+    def _log(self) -> str:
+        """Its log since it was last ready."""
+        with self._log_file.open(errors="replace") as file:
+            file.seek(self._log_seen)
+            return file.read()
+
+    def _why(self) -> str:
+        problem = last_problem(self._log())
+        return f"its log ends in: {problem}" if problem else f"its log says nothing: {self._log_file}"
+
+    def _say(self, console: Console, what: str) -> None:
+        console.print(f"{self.worker_id} {what}", markup=False, soft_wrap=True)
+
+
+def _started(answer: Any, log_file: Path) -> Any:
+    """What a worker's ``ready`` answered. Raises by name what kept it from starting."""
+    import ray
+
+    hint = f"its log: {log_file}"
+    try:
+        return ray.get(answer, timeout=ANSWER_TIMEOUT_S)
+    except ray.exceptions.RayTaskError as failure:
+        if isinstance(failure.cause, TailpackError):
+            raise failure.cause from None
+        cause = f"{type(failure.cause).__name__}: {failure.cause}"
+        raise ChildDied("a worker failed while it started", given=cause, hint=hint) from failure
+    except ray.exceptions.RayActorError as failure:
+        problem = last_problem(log_file.read_text(errors="replace")) if log_file.exists() else None
+        raise ChildDied("a worker ended while it started", given=problem, hint=hint) from failure
 
 
 def _free_address() -> str:
