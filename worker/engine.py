@@ -434,7 +434,7 @@ class Engine:
 
 
 def _draw(sequence: Sequence) -> Draw:
-    return Draw(sequence.request.sampling, sequence.token_ids)
+    return Draw(sequence.request.sampling, sequence.token_ids, sequence.seen)
 
 
 def _output(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import torch
 
 from protos import types_pb2
 from protos.errors import InternalError
+from worker.seen import Seen
 from worker.sequence import Sampling
 
 _PERSON = b"tailpack-draw-v1"
@@ -22,10 +23,15 @@ _PERSON = b"tailpack-draw-v1"
 
 @dataclass(frozen=True)
 class Draw:
-    """One row's task. ``token_ids``: the prompt and all output so far; the token drawn gets position len(token_ids)."""
+    """One row's task.
+
+    ``token_ids``: the prompt and all output so far; the token drawn gets position len(token_ids). ``seen``: the
+    sequence's own, from draw to draw.
+    """
 
     sampling: Sampling
     token_ids: Sequence[int]
+    seen: Seen = field(default_factory=Seen)
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ def _draw_row(logits: torch.Tensor, draw: Draw) -> int:
     sampling = draw.sampling
     logits = logits.double()
     if sampling.repetition_penalty != 1.0:
-        logits = _penalise(logits, draw.token_ids, sampling.repetition_penalty)
+        seen = draw.seen.mask(draw.token_ids, len(logits))
+        logits = _penalise(logits, seen, sampling.repetition_penalty)
     if sampling.greedy:
         return int(logits.argmax())
     # The maximum first: a temperature near 0 would take every logit beyond what a double holds.
@@ -88,11 +95,9 @@ def _draw_row(logits: torch.Tensor, draw: Draw) -> int:
     return min(index, int(kept.nonzero()[-1]))
 
 
-def _penalise(logits: torch.Tensor, token_ids: Sequence[int], penalty: float) -> torch.Tensor:
+def _penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
     """Keskar et al. 2019 ("CTRL"), section 4.1, with negative logits multiplied instead of divided."""
-    seen = torch.tensor(sorted(set(token_ids)))
-    values = logits[seen]
-    return logits.index_put((seen,), torch.where(values > 0, values / penalty, values * penalty))
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _keep(probabilities: torch.Tensor, sampling: Sampling) -> torch.Tensor:

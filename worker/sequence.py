@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from protos import types_pb2, worker_pb2
 from protos.errors import InvalidRequest, TailpackError, TooLarge
 from protos.limits import check_sampling, check_stop, check_token_ids
+from worker.seen import Seen
 
 MAX_REQUEST_ID_BYTES = 256
 MAX_TENANT_BYTES = 256
@@ -175,6 +176,7 @@ class Sequence:
     first_run_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
+    seen: Seen = field(default_factory=Seen)  # of token_ids, for the repetition penalty
     seed_reported: bool = False
     finished: bool = False
 

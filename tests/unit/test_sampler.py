@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from protos.errors import InternalError
 from worker.sampler import Draw, sample, uniform
+from worker.seen import Seen
 from worker.sequence import Sampling
 
 
@@ -119,6 +120,49 @@ def test_greedy_with_a_repetition_penalty() -> None:
     assert draw([1.0, 2.0, 1.9], history=[1]) == 1
     assert draw([1.0, 2.0, 1.9], history=[1], repetition_penalty=1.2) == 2
     assert draw([-1.0, -2.0, -1.9], history=[0, 0], repetition_penalty=2.5) == 2
+
+
+class Watched(list[int]):
+    """A token list that counts how many of its tokens are looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        part = super().__getitem__(key)
+        self.looked_at += len(part) if isinstance(key, slice) else 1
+        return part
+
+    def __iter__(self) -> Any:
+        self.looked_at += len(self)
+        return super().__iter__()
+
+
+def test_a_penalty_looks_at_each_token_once() -> None:
+    history, plain, seen = Watched([1] * 10_000), [1] * 10_000, Seen()
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    sampling = Sampling(temperature=1.0, repetition_penalty=1.5, seed=1)
+    for _ in range(100):
+        drawn = sample(logits.unsqueeze(0), [Draw(sampling, history, seen)])[0].token_id
+        assert drawn == draw(logits, history=plain, temperature=1.0, repetition_penalty=1.5, seed=1)
+        history.append(drawn)
+        plain.append(drawn)
+    assert history.looked_at <= 10_000 + 100 * 4
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_was_seen_is_right_however_the_list_changes(data: st.DataObject) -> None:
+    tokens, seen = [data.draw(st.integers(0, 9))], Seen()
+    for _ in range(data.draw(st.integers(1, 12))):
+        assert seen.mask(tokens, 10).nonzero().squeeze(1).tolist() == sorted(set(tokens))
+        match data.draw(st.sampled_from(["grow", "cut", "fork"])):
+            case "grow":
+                tokens += data.draw(st.lists(st.integers(0, 9), max_size=3))
+            case "cut":  # as after a rollback: what stays, then another token
+                del tokens[data.draw(st.integers(0, len(tokens) - 1)) :]
+                tokens.append(data.draw(st.integers(0, 9)))
+            case "fork":
+                tokens = [*tokens, data.draw(st.integers(0, 9))]
 
 
 def test_logprobs_are_a_log_softmax_before_every_filter() -> None:
