@@ -9,12 +9,13 @@ from typing import Any
 
 from kvstore.memory_limit import HEADROOM_BYTES, available_bytes
 from protos import rpc
-from protos.errors import CapacityError, ModelError
-from worker import gguf_model
+from protos.errors import CapacityError, ConfigError, ModelError
+from worker import gguf_model, model_config
 from worker.config import WorkerConfig
 
 DEFAULT_ARENA_BYTES = 1 << 30
-LEAST_ARENA_BYTES = 16 << 20
+LEAST_ARENA_BYTES = 16 << 20  # taken where nothing is asked for
+LEAST_KV_BYTES = 1 << 20  # that may be asked for
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,17 @@ class ClusterConfig:
         """Checks what can be checked before anything heavy starts, and unpacks a GGUF file once.
 
         Raises:
-            ConfigError: the address is taken or malformed, or a worker's setting is bad.
-            ModelError: the model is not there or unreadable.
+            ConfigError: the address is taken or malformed, a worker's setting is bad, or the cache cannot be written.
+            ModelError: the model is not there, unreadable, or asks for what is not built.
             CapacityError: NOT_ENOUGH_MEMORY.
         """
         rpc.check_free(listen)
         folder, default_name = resolve_model(model)
+        model_config.check_folder(folder, settings.get("max_sequence_tokens", 0))
         config = ClusterConfig(model=folder, name=name or default_name, listen=listen, **settings)
-        config.worker(0, Path("unknown yet"), config.kv_bytes or DEFAULT_ARENA_BYTES)
+        if config.kv_bytes is not None and config.kv_bytes < LEAST_KV_BYTES:
+            raise ConfigError("kv_bytes is too small", given=config.kv_bytes, allowed=f"at least {LEAST_KV_BYTES}")
+        config.worker(0, Path("unknown yet"), DEFAULT_ARENA_BYTES)
         arena_bytes_of(config)
         return config
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -16,40 +17,49 @@ from types import FrameType
 
 from rich.console import Console
 
-from protos.errors import TailpackError
+from protos.errors import ConfigError, TailpackError
 from worker.child import kill_descendants
 from worker.cluster import Cluster, Interrupted
 from worker.cluster_config import ClusterConfig
 
 LOOK_S = 0.5
+SAME_WISH_S = 0.5  # `timeout` signals the process, then its group, which is one wish; a person's second Ctrl-C is later
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
 def interruptible(cluster: Cluster) -> Iterator[None]:
-    """First SIGINT or SIGTERM: raises Interrupted in the main thread. Any later one: ends everything at once.
+    """First SIGINT, SIGTERM or SIGHUP: raises Interrupted in the main thread. Any later one: ends everything at once.
 
-    The later ones are seen by a thread of their own, for the main thread may be waiting deep inside a library.
+    A SIGHUP that the caller ignores, as under nohup, stays ignored. The later ones are seen by a thread of their own, for
+    the main thread may be waiting deep inside a library.
     """
     read, write = socket.socketpair()
     write.setblocking(False)
 
     def first(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if not cluster.stopping:
             cluster.stopping = True
             raise Interrupted
 
     def watch() -> None:
-        seen = 0
+        began: float | None = None
         while signals := read.recv(16):
-            seen += sum(byte in (signal.SIGINT, signal.SIGTERM) for byte in signals)
-            if seen > 1:
+            if not set(signals) & set(_ENDING):
+                continue
+            if began is None:
+                began = time.monotonic()
+            elif time.monotonic() - began > SAME_WISH_S:
                 cluster.console.print("ending everything at once", highlight=False)
                 kill_descendants()
                 shutil.rmtree(cluster.folder, ignore_errors=True)
                 os._exit(130)
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
-    old = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [number for number in _ENDING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    old = {number: signal.signal(number, first) for number in wanted}
     old_fd = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
     try:
         yield
@@ -92,7 +102,30 @@ def _greet(cluster: Cluster, console: Console) -> None:
     console.print("Ctrl-C stops the cluster.\n")
 
 
+def _leave_terminal() -> None:
+    """What is printed to a terminal that is gone raises, and would cut the orderly end short."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def check_ready_file(path: Path) -> None:
+    """Raises ConfigError: the file could not be written when the cluster is up."""
+    try:
+        _draft(path).touch()
+        _draft(path).unlink()
+    except OSError as failure:
+        raise ConfigError(
+            f"cannot write the ready file: {failure.strerror}", given=path, allowed="a file in a folder that is there"
+        ) from failure
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
 def _write_atomically(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    draft.rename(path)
+    _draft(path).write_text(text)
+    _draft(path).rename(path)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from protos import cli
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.errors import ConfigError
-from worker.cli import num_bytes
+from worker.cli import num_bytes, seconds
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -105,10 +105,17 @@ def test_sizes(text: str, expected: int) -> None:
     assert num_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "1X", "nan", "1 2"])
+@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "1X", "nan", "1 2", "9" * 400, "1025T"])
 def test_bad_sizes_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         num_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "1e300", "86401", "soon"])
+def test_bad_seconds_are_refused(text: str) -> None:
+    assert (seconds("2.5"), seconds("0")) == (2.5, 0.0)
+    with pytest.raises(click.BadParameter):
+        seconds(text)
 
 
 LOGGING = """
