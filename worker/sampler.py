@@ -132,11 +132,11 @@ def _most_likely(probabilities: torch.Tensor, count: int) -> tuple[torch.Tensor,
 def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> types_pb2.PositionLogprobs:
     """Of the model's own distribution: before penalty, temperature and filters."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    top = torch.topk(logprobs, min(num_top, len(logprobs))) if num_top else None
+    values, ids = _most_likely(logprobs, min(num_top, len(logprobs))) if num_top else (logprobs[:0], logprobs[:0])
     return types_pb2.PositionLogprobs(
         chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=float(logprobs[token_id])),
         top=[
-            types_pb2.TokenLogprob(token_id=i, logprob=p)
-            for p, i in (zip(top.values.tolist(), top.indices.tolist(), strict=True) if top is not None else ())
+            types_pb2.TokenLogprob(token_id=int(i), logprob=p)
+            for p, i in zip(values.tolist(), ids.tolist(), strict=True)
         ],
     )

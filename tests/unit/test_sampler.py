@@ -177,6 +177,16 @@ def test_logprobs_are_a_log_softmax_before_every_filter() -> None:
     assert without.logprobs is not None and not without.logprobs.top and without.logprobs.chosen.token_id == 1
 
 
+def test_the_most_likely_others_come_in_order_of_ids_when_equal() -> None:
+    for size in (30, 5000):
+        logits = torch.zeros(1, size)
+        logits[0, size // 2] = 1.0
+        (drawn,) = sample(logits, [Draw(Sampling(logprobs=20), [1])])
+        assert drawn.logprobs is not None
+        rest = [i for i in range(size) if i != size // 2]
+        assert [t.token_id for t in drawn.logprobs.top] == [size // 2, *rest[:19]]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_broken_logits_are_a_bug_not_a_token(bad: float) -> None:
     with pytest.raises(InternalError, match="row 1"):
