@@ -63,7 +63,6 @@ def _server_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
     return [
         *_common_options(keepalive_time_ms),
         ("grpc.http2.min_ping_interval_without_data_ms", keepalive_time_ms // 2),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", keepalive_time_ms // 2),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
     ]
 
