@@ -399,9 +399,14 @@ class Engine:
             self._outputs += self._refusals
             self._refusals.clear()
             left = list(self._known.values())
+        # What has not run did not break the engine: another worker may have it. What ran may have, and must not go on
+        # to break the next.
+        ran = list(self._running)
+        bystander = WorkerLost("the worker's engine failed before this request ran", retry_after_ms=1000)
         for sequence in left:
+            innocent = isinstance(error, InternalError) and sequence not in ran
             try:
-                self._finish(sequence, types_pb2.FINISH_REASON_ERROR, error)
+                self._finish(sequence, types_pb2.FINISH_REASON_ERROR, bystander if innocent else error)
             except TailpackError as lost:  # the store frees it with the attachment
                 log.warning("not released", request_id=sequence.request.request_id, why=str(lost))
         self._waiting.clear()

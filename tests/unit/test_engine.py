@@ -332,8 +332,10 @@ def test_an_exception_of_the_model_stops_the_engine_loudly(
     monkeypatch.setattr(live.engine._runner, "run", broken)
     for name in ("running", "waiting"):
         live.wait_for(name)
-        error = error_of(live.harness, name)
-        assert isinstance(error, InternalError) and "the sums came out wrong" in str(error)
+    error = error_of(live.harness, "running")
+    assert isinstance(error, InternalError) and "the sums came out wrong" in str(error)
+    error = error_of(live.harness, "waiting")  # it broke nothing
+    assert isinstance(error, WorkerLost) and error.retry_after_ms
     assert live.engine.failed.wait(10)
     live.engine.stop(10)
     assert live.failures == [live.engine.failure]
