@@ -37,6 +37,7 @@ class Ready:
     worker_id: str
     incarnation: str
     pid: int
+    max_sequence_tokens: int
 
 
 class WorkerActor:
@@ -95,7 +96,9 @@ class WorkerActor:
         )
 
     def _on_ready(self, running: shell.Running) -> None:
-        self._ready.set_result(Ready(running.address, running.info.worker_id, running.info.incarnation, os.getpid()))
+        info = running.info
+        longest = info.model.max_sequence_tokens
+        self._ready.set_result(Ready(running.address, info.worker_id, info.incarnation, os.getpid(), longest))
 
 
 def create(config: WorkerConfig, listen: str, *, drain_s: float, log_file: Path | None = None) -> Any:

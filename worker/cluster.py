@@ -119,7 +119,8 @@ class Cluster:
             done("local, without dashboard")
         with self._stage("workers") as done:
             self._start_workers(arena_bytes)
-            done(f"{', '.join(w.address for w in self._workers)}; {config.name}, {arena_bytes >> 20} MiB of KV each")
+            addresses, longest = ", ".join(w.address for w in self._workers), self._workers[0].max_sequence_tokens
+            done(f"{addresses}; {config.name}, {arena_bytes >> 20} MiB of KV each, sequences of up to {longest} tokens")
         with self._stage("router") as done:
             arguments = ["router", "serve", "--listen", config.listen, "--model-dir", str(config.model)]
             arguments += ["--drain-s", str(config.drain_s)]
@@ -290,6 +291,7 @@ class _Worker:
         self.address: str = ready.address
         self.worker_id: str = ready.worker_id
         self.pid: int = ready.pid
+        self.max_sequence_tokens: int = ready.max_sequence_tokens
         self._incarnation: str = ready.incarnation
         self._answers = True
         self._log_file = log_file

@@ -13,6 +13,7 @@ process, and the interval as Python has it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import torch
 from kvstore.client import Attachment, attach
 from protos import rpc, types_pb2, worker_pb2_grpc
 from protos.errors import InternalError, KvStoreLost, PreconditionFailed, TailpackError
+from protos.page_hash import PAGE_TOKENS
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.service import SERVICE, WorkerService
@@ -78,6 +80,7 @@ async def serve(
 
     model = await asyncio.to_thread(load_model, config)
     attachment = await asyncio.to_thread(_attach, config, model, break_down)
+    model = _within(model, attachment)
     with attachment:
         sessions = Sessions(loop)
         engine = Engine(
@@ -136,6 +139,26 @@ def _attach(config: WorkerConfig, model: Model, break_down: Callable[[TailpackEr
             if refused.reason != "DEVICE_BUSY" or time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
+
+
+def _within(model: Model, attachment: Attachment) -> Model:
+    """The model, its longest sequence no longer than the KV memory holds alone: what is promised can be kept.
+
+    Groups with a window hold a part of a sequence only, and set no limit.
+    """
+    pages = [a.num_pages for name, a in attachment.arenas.items() if not model.geometry.group(name).window]
+    room = min(pages, default=1 << 31) * PAGE_TOKENS
+    if room >= model.info.max_sequence_tokens:
+        return model
+    log.warning(
+        "KV memory holds less than the model's longest sequence",
+        room_tokens=room,
+        max_sequence_tokens=model.info.max_sequence_tokens,
+    )
+    info = types_pb2.ModelInfo()
+    info.CopyFrom(model.info)
+    info.max_sequence_tokens = room
+    return dataclasses.replace(model, info=info)
 
 
 def _info(config: WorkerConfig, model: Model) -> types_pb2.WorkerInfo:

@@ -75,7 +75,9 @@ class Watching:
         self._output = StringIO()
         self._log_file = log_file
         self.log("ready before", level="error")  # what lies before its start is no news
-        ready = SimpleNamespace(address=address, worker_id="worker-0", pid=1, incarnation="first")
+        ready = SimpleNamespace(
+            address=address, worker_id="worker-0", pid=1, incarnation="first", max_sequence_tokens=1024
+        )
         self._worker = cluster._Worker(ready, log_file)
 
     def log(self, event: str, level: str = "info", **fields: str) -> None:
