@@ -31,8 +31,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def interruptible(cluster: Cluster) -> Iterator[None]:
     """First SIGINT, SIGTERM or SIGHUP: raises Interrupted in the main thread. Any later one: ends everything at once.
 
-    A SIGHUP that the caller ignores, as under nohup, stays ignored. The later ones are seen by a thread of their own, for
-    the main thread may be waiting deep inside a library.
+    A SIGHUP that the caller ignores, as under nohup, stays ignored. The later ones are seen by a thread of their own,
+    for the main thread may be waiting deep inside a library.
     """
     read, write = socket.socketpair()
     write.setblocking(False)
