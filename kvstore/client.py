@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from kvstore.arena import Arena
-from kvstore.control import ControlBlock
+from kvstore.control import ControlBlock, ControlShape
 from kvstore.fd_server import fetch
 from kvstore.geometry import CacheGeometry
 from kvstore.sequences import Admitted, PageCopy, Refused
@@ -73,7 +73,8 @@ def attach(
 
     Args:
         socket: the store's gRPC socket.
-        timeout_s: for the store to answer, besides the time to touch new arenas (SLOWEST_PREFAULT bytes a second).
+        timeout_s: for the store to answer, besides the time to touch new arenas and their control block
+            (SLOWEST_PREFAULT bytes a second).
         on_lost: called once, from a thread of its own, when the attachment ends other than by ``close``.
 
     Raises:
@@ -92,7 +93,10 @@ def attach(
         max_sequence_tokens=max_sequence_tokens,
         weights_digest=weights_digest,
     )
-    session = _Session(socket, asked, timeout_s + arena_bytes / SLOWEST_PREFAULT, on_lost)
+    # The store touches the control block too. How many pages it describes is the store's to say; not more than these.
+    most_pages = tuple(arena_bytes // group.page_bytes for group in geometry.groups if group.page_bytes)
+    control_bytes = ControlShape(most_pages, max_sequences, max_sequence_tokens).num_bytes
+    session = _Session(socket, asked, timeout_s + (arena_bytes + control_bytes) / SLOWEST_PREFAULT, on_lost)
     try:
         if session.attached.geometry_digest != geometry.digest():
             raise _mismatch(session.attached.geometry_digest.hex(), geometry.summary())
