@@ -28,7 +28,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def interruptible(cluster: Cluster) -> Iterator[None]:
+def interruptible(cluster: Cluster, ready_file: Path | None = None) -> Iterator[None]:
     """First SIGINT, SIGTERM or SIGHUP: raises Interrupted in the main thread. Any later one: ends everything at once.
 
     A SIGHUP that the caller ignores, as under nohup, stays ignored. The later ones are seen by a thread of their own,
@@ -55,6 +55,8 @@ def interruptible(cluster: Cluster) -> Iterator[None]:
                 cluster.console.print("ending everything at once", highlight=False)
                 kill_descendants()
                 shutil.rmtree(cluster.folder, ignore_errors=True)
+                if ready_file is not None:
+                    ready_file.unlink(missing_ok=True)
                 os._exit(130)
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
@@ -75,7 +77,7 @@ def run(config: ClusterConfig, ready_file: Path | None) -> int:
     """Runs a cluster until Ctrl-C or SIGTERM (exit status 0), or until something it needs dies (1)."""
     console = Console(highlight=False)
     cluster = Cluster(config, console)
-    with interruptible(cluster):
+    with interruptible(cluster, ready_file):
         try:
             with cluster:
                 _greet(cluster, console)

@@ -139,3 +139,40 @@ def test_nohup_keeps_it_running(tmp_path: Path) -> None:
         process.wait(0.5)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
+
+
+TWO_SIGNALS = """
+import os, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from rich.console import Console
+from worker.cluster import Interrupted
+from worker.up import SAME_WISH_S, interruptible
+
+folder, ready_file = map(Path, sys.argv[1:])
+cluster = SimpleNamespace(stopping=False, console=Console(), folder=folder)
+with interruptible(cluster, ready_file):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(20)
+    except Interrupted:
+        time.sleep(SAME_WISH_S + 0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(20)
+"""
+
+
+def test_a_second_ctrl_c_leaves_neither_folder_nor_ready_file(tmp_path: Path) -> None:
+    folder, ready_file = tmp_path / "cluster", tmp_path / "ready.json"
+    folder.mkdir()
+    ready_file.write_text("{}")
+    ended = subprocess.run(
+        [sys.executable, "-c", TWO_SIGNALS, str(folder), str(ready_file)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 130, ended.stderr
+    assert not folder.exists()
+    assert not ready_file.exists()
