@@ -313,7 +313,7 @@ class _Worker:
             return
         if info.incarnation != self._incarnation:
             self._num_restarts += 1
-            self._say(console, f"was restarted by Ray, {self._num_restarts} times so far; {self._why()}")
+            self._say(console, f"was restarted by Ray (restart {self._num_restarts}); {self._why()}")
             self._log_seen, self._num_starts = self._log_file.stat().st_size, 0
         self._incarnation, self._answers = info.incarnation, True
 

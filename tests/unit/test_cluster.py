@@ -119,7 +119,7 @@ async def test_a_worker_that_comes_back_is_counted_and_its_end_is_quoted(tmp_pat
         watching.log(STARTING)
         servicer.incarnation = f"life {number}"
         said = await watching.look()
-        assert f"restarted by Ray, {number} times" in said and f"came out wrong {number} [INTERNAL]" in said
+        assert f"(restart {number})" in said and f"came out wrong {number} [INTERNAL]" in said
         assert await watching.look() == ""
     await server.stop(0)
 
