@@ -132,12 +132,13 @@ class Engine:
             refusal = error
         if refusal is None and request.sampling.seed is None and not request.sampling.greedy:
             request = request.with_seed(secrets.randbits(64))
+        # Made before the lock is taken, which the engine's every step takes: a long prompt is copied here.
+        sequence = Sequence(request, self._max_total_tokens(request), time.monotonic_ns())
         with self._lock:
             if self._stopping or self.failed.is_set():
                 raise WorkerLost("the engine has stopped", hint=str(self.failure) if self.failure else None)
             refusal = refusal or self._refusal(request)
             if refusal is None:
-                sequence = Sequence(request, self._max_total_tokens(request), time.monotonic_ns())
                 self._known[request.request_id] = sequence
                 self._inbox.append(sequence)
             else:

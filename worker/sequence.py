@@ -16,6 +16,7 @@ from worker.seen import Seen
 MAX_REQUEST_ID_BYTES = 256
 MAX_TENANT_BYTES = 256
 MAX_TRACEPARENT_BYTES = 512
+COPIED_AT_ONCE = 1 << 14  # token ids: about 2 ms
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Request:
         return Request(
             request_id=message.request_id,
             tenant=message.tenant,
-            prompt=tuple(message.prompt_token_ids),
+            prompt=tuple(_token_ids(message.prompt_token_ids)),
             sampling=Sampling.from_proto(message.sampling),
             stop=StopConditions.from_proto(message.stop),
             emitted=tuple(message.emitted_token_ids),
@@ -126,6 +127,14 @@ class Request:
 
     def with_seed(self, seed: int) -> Request:
         return replace(self, sampling=replace(self.sampling, seed=seed))
+
+
+def _token_ids(field: Seq[int]) -> list[int]:
+    """A repeated field as a list, in pieces: one copy of a million ids would hold the GIL for all of its time."""
+    token_ids: list[int] = []
+    for first in range(0, len(field), COPIED_AT_ONCE):
+        token_ids += field[first : first + COPIED_AT_ONCE]
+    return token_ids
 
 
 @dataclass(frozen=True)
