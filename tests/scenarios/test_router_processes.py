@@ -281,7 +281,7 @@ async def test_generate_passes_its_options_on(folder: Path) -> None:
         assert done.returncode == 0, done.stderr
         (submit,) = it.workers[0].submits
         assert (submit.request_id, submit.tenant, submit.stop.max_tokens, submit.stop.ignore_eos) == (
-            "id-1", "t-1", 7, True,
+            "t-1/id-1", "t-1", 7, True,
         )  # fmt: skip
         expected = types_pb2.Sampling(temperature=0.5, seed=9, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2)
         assert submit.sampling == expected
