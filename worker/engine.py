@@ -12,7 +12,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 import structlog
@@ -36,6 +35,7 @@ from worker.model_runner import ModelRunner
 from worker.sampler import Draw, Drawn, sample
 from worker.scheduler import Work, schedule
 from worker.sequence import Load, Output, Request, Sequence, StepResult, finish_reason, validate
+from worker.waiting import Waiting
 from worker.weights import Model
 
 log = structlog.get_logger("engine")
@@ -93,7 +93,7 @@ class Engine:
         self._load = Load()
 
         # The engine thread's own.
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = Waiting()
         self._running: list[Sequence] = []  # oldest first
         self._outputs: list[Output] = []
         self._admission_blocked = False  # the oldest waiting sequence was refused, and nothing was released since
@@ -428,9 +428,8 @@ class Engine:
         load = Load()
         load.CopyFrom(self._counters)
         load.num_running = len(self._running)
-        load.queued_tokens = sum(
-            max(0, s.num_prompt - s.num_computed) for sequences in (self._running, self._waiting) for s in sequences
-        )
+        load.queued_tokens = self._waiting.num_tokens
+        load.queued_tokens += sum(max(0, s.num_prompt - s.num_computed) for s in self._running)
         promised = sum(-(-s.max_total_tokens // PAGE_TOKENS) for s in self._running)
         scarcest = min(self._attachment.arenas.values(), key=lambda arena: arena.num_pages)
         load.pages_total = scarcest.num_pages

@@ -14,6 +14,7 @@ from protos import types_pb2 as pb
 from protos.errors import InternalError, KvStoreLost, TailpackError, WorkerLost
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
 from worker.engine import Engine
+from worker.waiting import Waiting
 from worker.weights import Model, load_model
 
 VOCAB = TINY["vocab_size"]
@@ -151,6 +152,25 @@ def test_what_can_never_fit_is_refused_and_the_next_goes_on(folder: Path, model:
     error = error_of(harness, "never")
     assert error.reason == "SEQUENCE_TOO_LARGE" and "3 pages" in str(error) and "2 pages" in str(error)
     assert len(harness.tokens("fits")) == 5
+
+
+def test_what_waits_is_counted_without_going_through_it(
+    folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def walked(_: object) -> None:
+        raise AssertionError("the queue was gone through")
+
+    monkeypatch.setattr(Waiting, "__iter__", walked)
+    harness = Harness(model, config_for(folder, max_running=1))
+    for i in range(5):
+        harness.engine.submit(request(f"r{i}", prompt(i, 10 + i), 3))
+    harness.step()
+    assert harness.engine.load().queued_tokens == 11 + 12 + 13 + 14
+    harness.engine.abort("r3")
+    harness.step()
+    assert harness.engine.load().queued_tokens == 11 + 12 + 14
+    harness.run()
+    assert harness.engine.load().queued_tokens == 0
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(folder: Path, model: Model) -> None:
