@@ -41,7 +41,6 @@ from worker.weights import Model
 log = structlog.get_logger("engine")
 
 IDLE_REPORT_S = 1.0
-ADMISSION_RETRY_S = 0.05  # waiting sequences, nothing running: somebody else holds what they need
 
 
 class Engine:
@@ -229,11 +228,10 @@ class Engine:
     def _has_work(self) -> bool:
         with self._lock:
             inbox = bool(self._inbox or self._to_abort or self._refusals or self._stop_error)
-        return inbox or bool(self._running)
+        return inbox or bool(self._running or self._waiting)
 
     def _wait(self) -> None:
-        self._wake.wait(ADMISSION_RETRY_S if self._waiting else IDLE_REPORT_S)
-        self._admission_blocked = False
+        self._wake.wait(IDLE_REPORT_S)
 
     def step(self) -> None:
         """One step of the engine. Called by the engine thread; tests call it instead of ``start``."""
@@ -304,6 +302,11 @@ class Engine:
                     hint="ask for fewer max_tokens, or give the worker more arena_bytes",
                 )
                 self._finish(sequence, types_pb2.FINISH_REASON_ERROR, error)
+            elif not self._running:
+                # The memory is this attachment's alone, and what a sequence held is released before its last word.
+                raise InternalError(
+                    "the kvstore has no room though nothing runs", given=f"{sequence.max_total_tokens} tokens at most"
+                )
             else:
                 self._admission_blocked = True
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvstore.client import OpenRequest
 from protos import types_pb2 as pb
 from protos.errors import InternalError, KvStoreLost, TailpackError, WorkerLost
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
@@ -152,6 +153,28 @@ def test_what_can_never_fit_is_refused_and_the_next_goes_on(folder: Path, model:
     error = error_of(harness, "never")
     assert error.reason == "SEQUENCE_TOO_LARGE" and "3 pages" in str(error) and "2 pages" in str(error)
     assert len(harness.tokens("fits")) == 5
+
+
+def test_a_refusal_though_nothing_runs_is_a_bug(folder: Path, model: Model) -> None:
+    harness = Harness(model, config_for(folder, max_running=2), num_pages=4)
+    stray = OpenRequest("stray", "", [1], 300)
+    harness.attachment.open([stray])  # pages that no sequence of the engine holds: somebody did not release them
+    harness.engine.submit(request("could fit", prompt(1, 10), 300))
+    with pytest.raises(InternalError, match="nothing runs"):
+        harness.step()
+
+
+def test_waiting_sequences_are_admitted_at_once_when_nothing_runs(
+    folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.engine.IDLE_REPORT_S", 3600.0)
+    live = Live(model, folder, max_running=1)
+    for i in range(3):  # each waits for the end of the one before, which leaves nothing running
+        live.engine.submit(request(f"r{i}", prompt(i, 10), 1))
+    live.engine.start()
+    for i in range(3):
+        live.wait_for(f"r{i}")
+    live.engine.stop(10)
 
 
 def test_what_waits_is_counted_without_going_through_it(
