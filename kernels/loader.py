@@ -81,13 +81,13 @@ def load(cell: Cell, device_index: int) -> dict[str, Any]:
             action='install it with: pip install "tailpack[gpu]"',
         ) from error
     with torch.cuda.device(device_index):
-        torch.cuda.current_stream().cuda_stream  # noqa: B018 - torch creates the primary context, CuPy joins it
+        torch.empty(1, device="cuda")  # torch creates the primary context, CuPy joins it
         try:
             module = cupy.RawModule(path=str(built.path))
             kernels = {name: module.get_function(name) for name in cell.kernels}
             for kernel in kernels.values():
                 kernel.compile()  # resolves the name now, not at the first launch
-        except cupy.cuda.driver.CUDADriverError as error:
+        except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
             raise LoadError(
                 f"the driver refuses {built.path}",
                 given=str(error),
@@ -131,6 +131,6 @@ def launch(
     function = load(cell, index)[kernel]
     values = tuple(np.int64(a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in arguments)
     with torch.cuda.device(index), _cupy_stream(torch.cuda.current_stream().cuda_stream, index):
-        if shared_bytes > max(_DEFAULT_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
+        if shared_bytes > _DEFAULT_SHARED_BYTES and shared_bytes > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared_bytes
         function((ctas,), (threads,), values, shared_mem=shared_bytes)

@@ -31,7 +31,10 @@ ZERO_NORM = 1e-10
 MAX_NORM = 1e37
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-_CHUNK = 1 << 17  # coordinates done together: a few of these buffers stay in the second-level cache
+# Coordinates done together: a few such buffers stay in the second-level cache, and below 32,768 torch runs an operation
+# on the calling thread. Shared among threads, each of a hundred small steps would wait for the slowest core: on a busy
+# machine that was seen to cost a factor of twenty. Groups of ten 3-bit codes pad a part by up to a quarter.
+_CHUNK = 26_000
 
 
 class PackedRows(NamedTuple):
@@ -42,8 +45,7 @@ class PackedRows(NamedTuple):
 
 
 class _PartTable(NamedTuple):
-    boundaries: tuple[float, ...]  # all 2^b - 1, ascending
-    code_of_cell: Tensor  # u8 [2^b]
+    boundaries: list[int]  # positive ones, as the bit patterns of their f32
     values: Tensor  # f32 [2^b], by code
     squares: Tensor  # i32 [2^b], by code: (2 T - 1)^2
     half_step: float
@@ -66,15 +68,10 @@ def grid(width: int, bits: int) -> Grid:
 @lru_cache
 def _table(width: int, bits: int, device: torch.device) -> _PartTable:
     step, magnitudes = grid(width, bits)
-    positive = grid_boundaries(Grid(step, magnitudes))
-    half = len(magnitudes)
-    cells = torch.arange(2 * half, device=device)
-    codes = torch.where(cells >= half, cells - half, 2 * half - 1 - cells)  # sign 1 | magnitude for the lower half
     odd = 2 * torch.tensor(magnitudes, device=device) - 1
     values = odd.to(torch.float32) * (step / 2)
     return _PartTable(
-        boundaries=(*(-b for b in reversed(positive)), 0.0, *positive),
-        code_of_cell=codes.to(torch.uint8),
+        boundaries=torch.tensor(grid_boundaries(Grid(step, magnitudes))).view(torch.int32).tolist(),
         values=torch.cat([values, -values]),
         squares=torch.cat([odd, odd]).square().to(torch.int32),
         half_step=step / 2,
@@ -92,18 +89,27 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded f32 square root. torch's own may miss by one step on a CPU; rounding one in f64 never does."""
-    return x.double().sqrt().float()
+    """Correctly rounded f32 square root of x >= 0. torch's own may miss by one step on a CPU.
+
+    The root of an f32 is at least 2^-51 of itself away from any midpoint of two f32, so f64 decides although
+    x * rsqrt(x) rounds three times. rsqrt, because torch gives sqrt to MKL, which wakes threads of its own.
+    """
+    wide = x.double()
+    return (wide * wide.clamp(min=1e-300).rsqrt()).float()
 
 
 def nearest_codes(y: Tensor, width: int, bits: int) -> Tensor:
     """Codes u8 of rotated unit coordinates `y` f32 of any shape, for a part of `width`; ties go to the upper cell."""
     table = _table(width, bits, y.device)
-    cells = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
-    above = torch.empty(y.shape, dtype=torch.bool, device=y.device)
+    # f32 >= 0 compare like their bit patterns. One step off the pattern of a negative y's |y| turns b <= |y| into
+    # b < |y|, the upper cell's rule on that side.
+    negative = y < 0
+    magnitude = (y.view(torch.int32) & 0x7FFFFFFF).sub_(negative.view(torch.uint8))
+    codes = negative.view(torch.uint8) << bits - 1
+    above = torch.empty_like(negative)
     for boundary in table.boundaries:
-        cells.add_(torch.ge(y, boundary, out=above).view(torch.uint8))
-    return table.code_of_cell.index_select(0, cells.to(torch.int32).view(-1)).view(y.shape)
+        codes.add_(torch.ge(magnitude, boundary, out=above).view(torch.uint8))
+    return codes
 
 
 def _encode(z: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,6 +153,10 @@ def _name_row(index: int, leading: torch.Size) -> str:
     return f"row {index}" + (f" (index {place})" if place else "")
 
 
+def _rows_at_once(d: int, device: torch.device) -> int:
+    return max(1, _CHUNK // d) if device.type == "cpu" else 1 << 20
+
+
 def check_row_type(rows: Tensor) -> None:
     """Raise ArgumentError unless `rows` is a tensor [..., d] of a dtype that models use."""
     if rows.dtype not in ROW_DTYPES or rows.dim() == 0:
@@ -188,10 +198,10 @@ def pack(rows: Tensor, bits: int) -> PackedRows:
     n = flat.shape[0]
     codes = torch.empty((n, total), dtype=torch.uint8, device=rows.device)
     scales = torch.empty((n, len(widths)), dtype=torch.float32, device=rows.device)
-    step = max(1, _CHUNK // d)
+    relative = torch.zeros(n, device=rows.device)  # of a row's squared norm to the largest allowed
+    step = _rows_at_once(d, codes.device)
     for first in range(0, n, step):
         chunk = flat[first : first + step]
-        relative = torch.zeros(chunk.shape[0], device=rows.device)
         begin = byte = 0
         for p, width in enumerate(widths):
             part = chunk[:, begin : begin + width].t()
@@ -200,16 +210,16 @@ def pack(rows: Tensor, bits: int) -> PackedRows:
             block, scale, norm = _encode(columns, bits)
             codes[first : first + step, byte : byte + block.shape[1]] = block
             scales[first : first + step, p] = scale
-            relative += (norm / MAX_NORM).square()
+            relative[first : first + step] += (norm / MAX_NORM).square()
             begin, byte = begin + width, byte + block.shape[1]
-        if bool((relative > 1).any()):
-            bad = first + int((relative > 1).nonzero()[0])
-            raise NormTooLargeError(
-                "a row's norm is too large to pack",
-                given=f"norm {flat[bad].double().norm().item():.4g} in {_name_row(bad, rows.shape[:-1])}",
-                allowed=f"norms up to {MAX_NORM:.0e}",
-                action="find what produced it; nothing was packed",
-            )
+    if n and relative.max() > 1:
+        bad = int((relative > 1).nonzero()[0])
+        raise NormTooLargeError(
+            "a row's norm is too large to pack",
+            given=f"norm {flat[bad].double().norm().item():.4g} in {_name_row(bad, rows.shape[:-1])}",
+            allowed=f"norms up to {MAX_NORM:.0e}",
+            action="find what produced it; nothing was packed",
+        )
     leading = rows.shape[:-1]
     return PackedRows(codes.view(*leading, total), scales.view(*leading, len(widths)))
 
@@ -256,7 +266,7 @@ def unpack(packed: PackedRows, d: int, bits: int, dtype: torch.dtype = torch.flo
     scales = packed.scales.reshape(codes.shape[0], len(parts(d)))
     rows = torch.empty((codes.shape[0], d), dtype=dtype, device=codes.device)
     largest = torch.finfo(dtype).max
-    step = max(1, _CHUNK // d)
+    step = _rows_at_once(d, codes.device)
     for first in range(0, codes.shape[0], step):
         chunk = slice(first, first + step)
         begin = byte = 0

@@ -38,12 +38,19 @@ from kvstore.answers import (
 )
 from kvstore.arena import Arena
 from kvstore.checksum import page_checksum
-from kvstore.control import ControlBlock
+from kvstore.control import ControlBlock, ControlShape
 from kvstore.fd_server import fetch
 from kvstore.geometry import CacheGeometry
 from kvstore.retention import pages_for, sealed_base
 from protos import kvstore_pb2, kvstore_pb2_grpc, rpc
-from protos.errors import DeadlineExceeded, KvStoreLost, PreconditionFailed, TailpackError, Unavailable
+from protos.errors import (
+    DeadlineExceeded,
+    KvStoreLost,
+    PreconditionFailed,
+    RequestCancelled,
+    TailpackError,
+    Unavailable,
+)
 
 __all__ = [
     "Admitted",
@@ -70,6 +77,8 @@ __all__ = [
 
 CALL_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
+SLOWEST_PREFAULT = 64 << 20
+"""Bytes a second. A virtual machine that gets its memory page by page was seen to do 125 MB/s."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,8 @@ def attach(
         socket: the store's gRPC socket.
         arena_bytes: for pages and tails together.
         checkpoint_slots: tails kept beside those of the sequences, for exact resumes.
-        timeout_s: for the store to allocate the arenas and answer (about a second for 4 GiB).
+        timeout_s: for the store to answer, besides the time to touch new arenas and their control block
+            (SLOWEST_PREFAULT bytes a second).
         on_lost: called once, from a thread of its own, when the attachment ends other than by ``close``.
 
     Raises:
@@ -132,7 +142,10 @@ def attach(
         weights_digest=weights_digest,
         checkpoint_slots=checkpoint_slots,
     )
-    session = _Session(socket, asked, timeout_s, on_lost)
+    # The store touches the control block too. How many pages it describes is the store's to say; not more than these.
+    most_pages = tuple(arena_bytes // group.page_bytes for group in geometry.groups if group.page_bytes)
+    control_bytes = ControlShape(most_pages, max_sequences, max_sequence_tokens).num_bytes
+    session = _Session(socket, asked, timeout_s + (arena_bytes + control_bytes) / SLOWEST_PREFAULT, on_lost)
     try:
         if session.attached.geometry_digest != geometry.digest():
             raise _mismatch(session.attached.geometry_digest.hex(), geometry.summary())
@@ -374,6 +387,12 @@ class Attachment:
         for arena in (*self.arenas.values(), *self.tails.values()):
             arena.close()
 
+    def abandon(self) -> None:
+        """Ends the attachment without saying that the memory is left alone: a thread of this process may still write to
+        it. The store gives the device to nobody until the process is gone. ``close`` afterwards is harmless.
+        """
+        self._session.abandon()
+
     def __enter__(self) -> Attachment:
         return self
 
@@ -408,7 +427,7 @@ class _Session:
         try:
             answer = first.get(timeout=timeout_s)
         except queue.Empty:
-            answer = DeadlineExceeded("the kvstore did not answer the attach in time", given=f"{timeout_s} s")
+            answer = DeadlineExceeded("the kvstore did not answer the attach in time", given=f"{timeout_s:.1f} s")
         if isinstance(answer, TailpackError):
             self._end("never attached", tell=False)
             self._stream.cancel()
@@ -433,9 +452,16 @@ class _Session:
             if isinstance(error, DeadlineExceeded):
                 # Whether the store did what it was asked is unknown: nothing can be built on this attachment.
                 self._end(f"the store did not answer within {CALL_TIMEOUT_S} s", tell=True)
+            elif isinstance(error, RequestCancelled) or error.reason == "STALE_EPOCH":
+                # How a store that stops answers a call in flight; the reader may not have read `revoked` yet.
+                self._end(f"the store ended the attachment: {error.message}", tell=True)
             elif not isinstance(error, Unavailable) and self.lost is None:
                 raise error from failure
             raise _lost(self.lost or str(error)) from failure
+
+    def abandon(self) -> None:
+        """Ends the stream without a goodbye; nor is that of a later ``close`` sent any more."""
+        self._end("the attachment was abandoned", tell=False)
 
     def close(self) -> None:
         """Says that the memory is left alone, waits for the store to end the stream, closes the channel."""

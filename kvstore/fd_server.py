@@ -7,6 +7,7 @@ another user, gets a close without an answer.
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
 import secrets
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from google.protobuf.message import DecodeError
 
 from protos import kvstore_pb2
 from protos.errors import PermissionDenied, Unavailable
@@ -135,7 +137,7 @@ def fetch(path: Path, ticket: bytes, *, timeout_s: float) -> tuple[kvstore_pb2.F
             connection.settimeout(timeout_s)
             connection.connect(str(path))
             connection.sendall(ticket)
-            data, fds, _, _ = socket.recv_fds(connection, 1 << 16, MAX_FDS)
+            data, fds = _receive_fds(connection)
             while data and (len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]):
                 part = connection.recv(1 << 16)
                 if not part or len(data) > MAX_MANIFEST_BYTES:
@@ -150,13 +152,27 @@ def fetch(path: Path, ticket: bytes, *, timeout_s: float) -> tuple[kvstore_pb2.F
             reason="TICKET_REFUSED",
             hint="tickets are good once, while the attachment lives, and for processes of the store's user",
         )
-    manifest = kvstore_pb2.FdManifest.FromString(data[_LENGTH.size :])
+    try:
+        manifest = kvstore_pb2.FdManifest.FromString(data[_LENGTH.size :])
+    except DecodeError as malformed:
+        _close(fds)
+        raise Unavailable("the descriptor socket sent no manifest", given=path, hint=str(malformed)) from malformed
     if len(fds) != len(manifest.entries):
         _close(fds)
         raise Unavailable("descriptors were lost on the way", given=len(fds), allowed=len(manifest.entries))
-    for fd in fds:
-        os.set_inheritable(fd, False)
     return manifest, fds
+
+
+def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Like socket.recv_fds, which has no say about CLOEXEC: a program started meanwhile would inherit descriptors."""
+    fds = array.array("i")
+    data, ancillary, _, _ = connection.recvmsg(
+        1 << 16, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, fds.tolist()
 
 
 def _close(fds: list[int]) -> None:

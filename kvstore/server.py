@@ -76,7 +76,7 @@ async def serve(socket_dir: Path, *, memory_limit: int | None, on_ready: Callabl
 
 @contextmanager
 def _sole_store(socket_dir: Path) -> Iterator[None]:
-    """Holds the folder against other stores, and clears away and removes the sockets.
+    """Holds the folder against other stores, and clears away the sockets of a dead one.
 
     The lock is on the folder itself and ends with the process, however it ends; so sockets that stand in a folder that
     we could lock are leftovers of a dead store.
@@ -117,12 +117,7 @@ def _sole_store(socket_dir: Path) -> Iterator[None]:
                     given=path,
                     hint="remove it, or choose another --socket-dir",
                 )
-        try:
-            yield
-        finally:
-            for path in sockets:
-                if path.is_socket():
-                    path.unlink(missing_ok=True)
+        yield
     finally:
         os.close(folder)
 

@@ -77,6 +77,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         self._devices: dict[str, Device] = {}
         self._attached: dict[str, Attached] = {}
         self._attaching: set[str] = set()
+        self._allocating = asyncio.Lock()
         self._suspects: dict[str, int] = {}  # device -> pidfd
         self._stopping = False
         self._last_call_ns = self._started_ns
@@ -167,16 +168,17 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         if kept:
             log.info("memory given up: the next worker asks for another", device=spec.device, bytes=kept.spec.num_bytes)
             self._devices.pop(spec.device).close()
-        taken = sum(device.spec.num_bytes for device in self._devices.values())
-        if self._memory_limit is not None and taken + spec.num_bytes > self._memory_limit:
-            raise CapacityError(
-                f"the arenas of {spec.device} do not fit the store's memory limit",
-                reason="NOT_ENOUGH_MEMORY",
-                given=f"{spec.num_bytes} bytes",
-                allowed=f"{max(0, self._memory_limit - taken)} of {self._memory_limit} bytes",
-                hint="make the arenas smaller or raise --memory-limit",
-            )
-        device = self._devices[spec.device] = await asyncio.to_thread(Device.allocate, spec)
+        async with self._allocating:  # one at a time: what fits is known once the one before is in the books
+            taken = sum(device.spec.num_bytes for device in self._devices.values())
+            if self._memory_limit is not None and taken + spec.num_bytes > self._memory_limit:
+                raise CapacityError(
+                    f"the arenas of {spec.device} do not fit the store's memory limit",
+                    reason="NOT_ENOUGH_MEMORY",
+                    given=f"{spec.num_bytes} bytes",
+                    allowed=f"{max(0, self._memory_limit - taken)} of {self._memory_limit} bytes",
+                    hint="make the arenas smaller or raise --memory-limit",
+                )
+            device = self._devices[spec.device] = await asyncio.to_thread(Device.allocate, spec)
         return device
 
     async def _demand_no_suspect(self, name: str) -> None:
@@ -189,9 +191,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     def _detach(self, attached: Attached, why: str, *, goodbye: bool) -> None:
         name = attached.device.spec.device
-        # A store that stops leaves the control block as it is, like one that dies: its workers go on with it.
-        sequences, pages = (0, 0) if self._stopping else attached.device.release_all(goodbye=goodbye)
         del self._attached[name]
+        with self._invariants(attached.device):
+            # A store that stops leaves the control block as it is, like one that dies: its workers go on with it.
+            sequences, pages = (0, 0) if self._stopping else attached.device.release_all(goodbye=goodbye)
         if goodbye:
             if attached.holder is not None:
                 os.close(attached.holder)

@@ -94,7 +94,7 @@ def main(args: list[str] | None = None) -> Any:
     try:
         return cli.main(args=args, prog_name="tailpack")
     except TailpackError as error:
-        click.echo(f"tailpack: {error}", err=True)
+        click.echo(f"Error: {error}", err=True)  # as click words its own
         sys.exit(1)
 
 

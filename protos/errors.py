@@ -50,7 +50,7 @@ class TailpackError(Exception):
             parts.append(f"allowed: {self.allowed}")
         if self.hint is not None:
             parts.append(self.hint)
-        return "; ".join(parts) + f" [{self.reason}]"
+        return printable("; ".join(parts)) + f" [{self.reason}]"
 
     def __reduce__(self) -> tuple[object, ...]:
         # Ray and multiprocessing pickle exceptions; keyword-only arguments need help.
@@ -60,6 +60,11 @@ class TailpackError(Exception):
         """The fields besides the message, as they travel in google.rpc.ErrorInfo."""
         fields = {"reason": self.reason, "given": self.given, "allowed": self.allowed, "hint": self.hint}
         return {key: value for key, value in fields.items() if value is not None}
+
+
+def printable(text: str) -> str:
+    """One line for a terminal or a log, whatever a caller has sent: control characters as Python spells them."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _rebuild(

@@ -6,12 +6,13 @@ Both ends of every connection are built here, so message limits and keepalive al
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import re
 import secrets
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
@@ -35,6 +37,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
+CONNECT_TIMEOUT_MS = 5_000
 MAX_RECONNECT_BACKOFF_MS = 2_000
 ERROR_DOMAIN = "tailpack"
 
@@ -60,7 +63,6 @@ def _server_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
     return [
         *_common_options(keepalive_time_ms),
         ("grpc.http2.min_ping_interval_without_data_ms", keepalive_time_ms // 2),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", keepalive_time_ms // 2),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
     ]
 
@@ -69,7 +71,8 @@ def _channel_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
     return [
         *_common_options(keepalive_time_ms),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # In spite of its name this bounds one attempt, up to the peer's first frame: a busy peer must not look dead.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
         # Channels to one address do not share a connection: a stuck stream must not hold up another channel's.
         ("grpc.use_local_subchannel_pool", 1),
@@ -122,7 +125,11 @@ def to_status(error: TailpackError) -> Any:
 
 
 def error_from(failure: grpc.RpcError) -> TailpackError:
-    """The error of a failed call. Never raises; errors of peers that are not ours get their family by status code."""
+    """The error of a failed call. Never raises; errors of peers that are not ours get their family by status code.
+
+    An error with a class's own default_reason comes back as that class. One with a reason of its own comes back as the
+    class of its status code, an ancestor: TooLarge with PROMPT_TOO_LONG as InvalidRequest. Test for its reason then.
+    """
     code, message = _code_and_text(failure)
     kind = _FAMILY.get(code, TailpackError)
     metadata: dict[str, str] = {}
@@ -151,7 +158,7 @@ def to_detail(error: TailpackError) -> worker_pb2.ErrorDetail:
 
 
 def from_detail(detail: worker_pb2.ErrorDetail) -> TailpackError:
-    """The reverse of to_detail."""
+    """The reverse of to_detail, with the class that error_from would give."""
     metadata = dict(detail.metadata)
     code = getattr(grpc.StatusCode, metadata.pop("status", ""), grpc.StatusCode.UNKNOWN)
     kind = _FAMILY.get(code, TailpackError)
@@ -223,10 +230,15 @@ def call_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> CallMetadata:
     """Reads x-request-id (made up when absent), x-tenant and traceparent (ignored when malformed, as W3C asks).
 
     Raises:
-        InvalidRequest: an id or tenant is not 1 to 128 of ``A-Z a-z 0-9 . _ : -``.
+        InvalidRequest: an id or tenant is not 1 to 128 of ``A-Z a-z 0-9 . _ : -``, or is there twice.
     """
-    pairs = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    sent = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
+    pairs = dict(sent)
     for key in ("x-request-id", "x-tenant"):
+        if len(values := [value for name, value in sent if name == key]) > 1:
+            raise errors.InvalidRequest(
+                f"metadata {key} is there more than once", given=repr(values)[:200], allowed="one value"
+            )
         if pairs.get(key) and not _TOKEN.match(pairs[key]):
             raise errors.InvalidRequest(
                 f"metadata {key} is malformed", given=repr(pairs[key][:64]), allowed="1 to 128 of A-Z a-z 0-9 . _ : -"
@@ -358,12 +370,23 @@ def check_free(address: str) -> None:
         try:
             probe.bind(bind_to)
         except OSError as failure:
+            reason, hint = _BIND_FAILURES.get(failure.errno or 0, ("BAD_ADDRESS", None))
             raise errors.ConfigError(
-                f"cannot listen on {address}: {failure.strerror}",
-                reason="PORT_IN_USE",
-                given=address,
-                hint="end the process that listens there, or choose another port (port 0 takes a free one)",
+                f"cannot listen on {address}: {failure.strerror}", reason=reason, given=address, hint=hint
             ) from failure
+
+
+_BIND_FAILURES = {
+    errno.EADDRINUSE: (
+        "PORT_IN_USE",
+        "end the process that listens there, or choose another port (port 0 takes a free one)",
+    ),
+    errno.EADDRNOTAVAIL: (
+        "BAD_ADDRESS",
+        "the address is none of this machine's; 0.0.0.0 stands for all of them, 127.0.0.1 for callers on this machine",
+    ),
+    errno.EACCES: ("PORT_NOT_ALLOWED", "choose a port from 1024 on: those below are the administrator's"),
+}
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -382,11 +405,11 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = str(details.method)
         if handler.response_streaming:
-            wrapped: Any = self._streaming(
-                handler.stream_stream if handler.request_streaming else handler.unary_stream, method
-            )
+            inner: Any = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            wrapped = self._streaming(inner, method)
         else:
-            wrapped = self._unary(handler.stream_unary if handler.request_streaming else handler.unary_unary, method)
+            inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+            wrapped = self._unary(inner, method)
         make = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
@@ -395,7 +418,10 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         }[handler.request_streaming, handler.response_streaming]
         return make(
             wrapped,
-            request_deserializer=handler.request_deserializer,
+            # A handler that is not wrapped would not know what to do with an _Unreadable.
+            request_deserializer=handler.request_deserializer
+            if wrapped is inner
+            else _or_unreadable(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
@@ -405,7 +431,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                return await handler(request, context)
+                return await handler(_readable(request), context)
             except Exception as failure:  # noqa: BLE001 - the boundary
                 return await self._abort(failure, method, context)
 
@@ -419,14 +445,15 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         # sent, grpc.aio drops a suspended generator, and the handler's `finally` (which frees the sequence) would wait
         # for the garbage collector.
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            responses = handler(request, context)
             try:
-                async for response in responses:
-                    await context.write(response)
+                responses = handler(_readable(request), context)
+                try:
+                    async for response in responses:
+                        await context.write(response)
+                finally:
+                    await responses.aclose()
             except Exception as failure:  # noqa: BLE001 - the boundary
                 await self._abort(failure, method, context)
-            finally:
-                await responses.aclose()
 
         return call
 
@@ -438,8 +465,46 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
             failure = errors.InternalError(
                 f"{self._name} failed inside {method}", hint=f"{type(failure).__name__}; see its log"
             )
+        elif failure.reason == UNREADABLE_MESSAGE:
+            log.warning("unreadable message", server=self._name, method=method, peer=context.peer())
         status = to_status(failure)
         await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+UNREADABLE_MESSAGE = "UNREADABLE_MESSAGE"
+
+
+class _Unreadable:
+    """Stands for a message that does not parse: what a deserialiser raises, gRPC turns into UNKNOWN and a traceback."""
+
+
+def _or_unreadable(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserializer is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except (DecodeError, UnicodeDecodeError):
+            return _Unreadable()
+
+    return parse
+
+
+def _readable(request: Any) -> Any:
+    """A call's message as it is, or its messages one by one. Raises InvalidRequest at one that does not parse."""
+    if isinstance(request, _Unreadable):
+        raise errors.InvalidRequest(
+            "the message does not parse as what this method takes",
+            reason=UNREADABLE_MESSAGE,
+            allowed="a serialised message of the method's type, strings in UTF-8",
+        )
+    return _readable_each(request) if isinstance(request, AsyncIterator) else request
+
+
+async def _readable_each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _readable(request)
 
 
 # --- processes ---

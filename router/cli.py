@@ -16,9 +16,10 @@ from google.protobuf.json_format import MessageToDict
 
 from protos import logs, router_pb2, rpc, types_pb2
 from protos.cli_options import HelpAllCommand, advanced_option
-from protos.errors import InvalidRequest, TailpackError
+from protos.errors import InvalidRequest, TailpackError, Unavailable
 from router.client import DEFAULT_ADDRESS, Client, as_chat, build_request
 from router.server import RouterConfig, serve
+from router.service import DEFAULT_MAX_REQUEST_BYTES
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -52,6 +53,13 @@ def router_group() -> None:
     type=click.IntRange(min=1),
     help="Requests at one time; more are refused with a retry hint.",
 )
+@advanced_option(
+    "--max-request-bytes",
+    default=DEFAULT_MAX_REQUEST_BYTES,
+    show_default=True,
+    type=click.IntRange(min=rpc.MAX_MESSAGE_BYTES),
+    help="Bytes of all requests at one time; more are refused with a retry hint.",
+)
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log (default: JSON unless at a terminal).")
 @advanced_option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
 def serve_command(
@@ -60,6 +68,7 @@ def serve_command(
     model_dir: Path,
     drain_s: float,
     max_in_flight: int,
+    max_request_bytes: int,
     log_json: bool | None,
     log_level: str,
 ) -> None:
@@ -68,7 +77,7 @@ def serve_command(
     Prints one JSON line on stdout when it listens; logs go to stderr. SIGTERM or Ctrl-C drains, a second one ends it.
     """
     logs.configure("router", log_json, log_level)
-    config = RouterConfig(listen, workers, model_dir, drain_s, max_in_flight)
+    config = RouterConfig(listen, workers, model_dir, drain_s, max_in_flight, max_request_bytes)
 
     def listening(address: str) -> None:
         click.echo(json.dumps({"ready": True, "address": address}))
@@ -134,6 +143,8 @@ def generate(
         request = build_request(text if raw else as_chat(text, system), **parameters)
         interrupted = rpc.run(_print_answer(request, address, tenant, request_id, timeout_s, as_json, stats))
     except TailpackError as error:
+        if isinstance(error, Unavailable) and error.reason == Unavailable.default_reason:
+            error.hint = f"no router at {address}? start one with `tailpack up`, or name another with --router"
         fail(error)
     except BrokenPipeError:  # the reader of our stdout (head, less) has seen enough
         sys.stdout = None  # or the interpreter complains when it flushes at exit

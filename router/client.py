@@ -123,6 +123,8 @@ class Client:
         Raises:
             TailpackError: as the router says, or Unavailable when it cannot be reached.
         """
+        for name, value in (("request id", request_id), ("tenant", self._tenant), ("traceparent", traceparent)):
+            _check_metadata(name, value or "")
         metadata = rpc.metadata(request_id, self._tenant, traceparent)
         call = self._stub().Generate(request, timeout=timeout_s, metadata=metadata)
         try:
@@ -233,6 +235,17 @@ def _text(name: str, text: str) -> str:
             f"the {name} is not valid Unicode text", reason="BAD_UNICODE", given=f"position {failure.start}"
         ) from None
     return text
+
+
+def _check_metadata(name: str, value: str) -> None:
+    # gRPC cannot send anything else; the router has a narrower rule and says which.
+    if not (value.isascii() and value.isprintable()) and value:
+        raise InvalidRequest(
+            f"the {name} cannot be sent",
+            reason=f"BAD_{name.upper().replace(' ', '_')}",
+            given=ascii(value[:64]),
+            allowed="printable ASCII",
+        )
 
 
 def _check_integer(name: str, value: int, high: int) -> None:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-PAGE_TOKENS = 128
+from protos.page_hash import PAGE_TOKENS
 
 SEQUENCE_COST_TOKENS = 64
 """What a sequence that is there costs the next one, in prompt tokens to compute. A decode row costs about one token a

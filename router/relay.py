@@ -77,6 +77,8 @@ class Relay:
             return
         if self._settle_until is None:
             self._error = error
+        else:
+            self._end_text()  # its last chunk must hold the text of all its tokens, whatever became of the worker
         self.ended = True
         self._wake.set()
 

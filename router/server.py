@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from protos import router_pb2_grpc, rpc
-from router.service import SERVICE_NAME, RouterService
+from router.service import DEFAULT_MAX_REQUEST_BYTES, SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
 
 log = structlog.get_logger("router")
@@ -27,6 +27,7 @@ class RouterConfig:
     model_dir: Path
     drain_s: float = 60.0
     max_in_flight: int = 4096
+    max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
 
 
 async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
@@ -48,7 +49,11 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         (not_ready if any_ready else ready).clear()
 
     service = RouterService(
-        Tokenizer(config.model_dir), list(config.workers), max_in_flight=config.max_in_flight, on_ready=on_ready
+        Tokenizer(config.model_dir),
+        list(config.workers),
+        max_in_flight=config.max_in_flight,
+        max_request_bytes=config.max_request_bytes,
+        on_ready=on_ready,
     )
     server.add(router_pb2_grpc.add_RouterServicer_to_server, service, SERVICE_NAME)
     stop, stop_now = _watch_signals()

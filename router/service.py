@@ -32,7 +32,21 @@ log = structlog.get_logger("router")
 
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 MAX_ATTEMPTS = 3
+DEFAULT_MAX_REQUEST_BYTES = 512 << 20
+"""Of all requests in flight, as received. gRPC holds each one besides as parsed, and the router as token ids until the
+first token."""
+MAX_SEQUENCE_ID_BYTES = 256  # as workers and stores have it
 CANCEL_TIMEOUT_S = 2.0
+DEADLINE_LAG_S = 0.25
+"""A client that ends its call with no more than this left of the deadline is taken to have met the deadline."""
+
+
+def sequence_id(tenant: str, request_id: str) -> str:
+    """What workers know a request by. All routers agree on it, so that any of them can cancel it.
+
+    A request id is its tenant's own: another's use of the same one must neither collide with it nor tell that it runs.
+    """
+    return f"{tenant}/{request_id}" if tenant else request_id  # neither holds a "/"
 
 
 @dataclass
@@ -64,6 +78,11 @@ class _Active:
     prompt_tokens: int = 0
     tokenized_ns: int | None = None
     num_retries: int = 0
+    held_bytes: int = 0
+
+    @property
+    def sequence_id(self) -> str:
+        return sequence_id(self.tenant, self.request_id)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -81,17 +100,25 @@ class RouterService(router_pb2_grpc.RouterServicer):
         *,
         router_id: str | None = None,
         max_in_flight: int = 4096,
+        max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
         on_ready: Callable[[bool], None] = lambda ready: None,
     ) -> None:
-        """on_ready is told whenever a worker comes or goes, whether any is ready."""
+        """Starts nothing yet.
+
+        Args:
+            max_in_flight, max_request_bytes: of all requests in flight; more are refused with a retry hint.
+            on_ready: told whenever a worker comes or goes, whether any is ready.
+        """
         incarnation = rpc.new_request_id().removeprefix("req-")
         self.router_id = router_id or f"router-{incarnation[:8]}"
         self.counters = Counters()
         self.draining = False
         self._tokenizer = tokenizer
         self._max_in_flight = max_in_flight
+        self._max_request_bytes = max_request_bytes
+        self._held_bytes = 0
         self._on_ready = on_ready
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, _Active] = {}  # by sequence id
         self._started_ns = time.monotonic_ns()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -127,13 +154,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
         await context.send_initial_metadata((("x-request-id", metadata.request_id),))
         self.counters.requests += 1
         active = _Active(metadata.request_id, metadata.tenant, metadata.traceparent)
+        deadline_s = context.time_remaining()
         outcome, reason = "cancelled", "CLIENT_GONE"  # unless we get to say otherwise
         entered = False
         try:
             self._enter(active)
             entered = True
             check_request(request)
-            async for chunk in self._answer(request, active, context.time_remaining()):
+            self._hold(active, request.ByteSize())
+            async for chunk in self._answer(request, active, deadline_s):
                 if chunk.finish_reason:
                     aborted = chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
                     outcome, reason = ("cancelled" if aborted else "finished"), _short(chunk.finish_reason)
@@ -150,10 +179,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
             raise
         finally:
             # Also on cancellation: nothing here waits.
-            if reason == "CLIENT_GONE" and (context.time_remaining() or 1.0) <= 0:
+            if reason == "CLIENT_GONE" and _ran_out(deadline_s, context.time_remaining()):
                 reason = "DEADLINE_EXCEEDED"
             if active.link is not None:
-                active.link.detach(active.request_id)
+                active.link.detach(active.sequence_id)
             if entered:
                 self._leave(active)
             self._account(active, outcome, reason)
@@ -171,22 +200,55 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 allowed=f"{self._max_in_flight}",
                 retry_after_ms=1000,
             )
-        if active.request_id in self._active or self.registry.knows(active.request_id):
+        if len(active.sequence_id) > MAX_SEQUENCE_ID_BYTES:
+            raise InvalidRequest(
+                "tenant and request id are too long together",
+                reason="BAD_REQUEST_ID",
+                given=f"{len(active.tenant)} and {len(active.request_id)} characters",
+                allowed=f"{MAX_SEQUENCE_ID_BYTES - 1} together",
+            )
+        if active.sequence_id in self._active or self.registry.knows(active.sequence_id):
             raise AlreadyExists(
                 "a request with this id is running", reason="DUPLICATE_REQUEST", given=active.request_id
             )
-        self._active[active.request_id] = active
+        self._active[active.sequence_id] = active
         self._idle.clear()
 
+    def _hold(self, active: _Active, num_bytes: int) -> None:
+        """Counts a request's bytes for as long as its stream lives: gRPC keeps the request, as received and parsed."""
+        if self._held_bytes + num_bytes > self._max_request_bytes:
+            raise CapacityError(
+                "the requests in flight are too large together",
+                reason="TOO_MANY_REQUEST_BYTES",
+                given=f"{num_bytes} bytes beside {self._held_bytes} in flight",
+                allowed=f"{self._max_request_bytes} bytes",
+                retry_after_ms=1000,
+            )
+        self._held_bytes += num_bytes
+        active.held_bytes = num_bytes
+
     def _leave(self, active: _Active) -> None:
-        del self._active[active.request_id]
+        self._held_bytes -= active.held_bytes
+        del self._active[active.sequence_id]
         if not self._active:
             self._idle.set()
 
     async def _answer(
         self, request: router_pb2.GenerateRequest, active: _Active, remaining_s: float | None
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        """Tokenises, places, relays; places again on another worker while nothing was emitted."""
+        """Begins an answer, then relays it."""
+        relay, chunk = await self._begin(request, active, remaining_s)
+        while chunk is not None:
+            yield chunk
+            chunk = await relay.next_chunk()
+
+    async def _begin(
+        self, request: router_pb2.GenerateRequest, active: _Active, remaining_s: float | None
+    ) -> tuple[Relay, router_pb2.GenerateResponse | None]:
+        """Tokenises and places; places again on another worker while nothing was emitted. Returns with the first chunk.
+
+        The submission is this call's alone: it ends with the first token, where the stream may live for hours.
+        """
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the deadline passed before the request was placed")
         model = self._model(request.model)
@@ -197,24 +259,23 @@ class RouterService(router_pb2_grpc.RouterServicer):
         check_fits(prompt, list(request.stop.stop_token_ids), model)
         submit = _submission(request, active, prompt, model, remaining_s)
         placement = policy.Placement(len(prompt), submit.stop.max_tokens)
-        del prompt  # a long one is tens of megabytes as a list, and the stream may live for hours
+        del prompt  # a long one is tens of megabytes as a list, and may queue for minutes
         tried: list[str] = []
         failure: TailpackError | None = None
         while True:
             link = self._choose(model.name, placement, active, tried, failure)
             tried.append(link.address)
-            relay = self._place(request, submit, placement, link, active, model)
-            try:
-                while (chunk := await relay.next_chunk()) is not None:
-                    yield chunk
-                return
-            except (Unavailable, CapacityError) as error:
-                if relay.num_tokens or len(tried) >= MAX_ATTEMPTS:
-                    raise
-                failure = error
-                link.detach(active.request_id)
+            if failure is not None:
                 active.num_retries += 1
                 self.counters.retries += 1
+            relay = self._place(request, submit, placement, link, active, model)
+            try:
+                return relay, await relay.next_chunk()
+            except (Unavailable, CapacityError) as error:  # before any token: what was emitted comes ahead of an error
+                if len(tried) >= MAX_ATTEMPTS:
+                    raise
+                failure = error
+                link.detach(active.sequence_id)
 
     def _model(self, name: str) -> types_pb2.ModelInfo:
         """The model a request names. Raises NotFound, InvalidRequest, Unavailable."""
@@ -288,7 +349,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 self._tokenizer.tokens, frozenset(hidden), text_begins=request.WhichOneof("prompt") == "chat"
             ),
             stop_strings=request.stop_strings,
-            abort=lambda: link.abort(active.request_id),
+            abort=lambda: link.abort(active.sequence_id),
         )
         link.submit(submit, relay, placement)
         active.link, active.relay = link, relay
@@ -326,15 +387,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
         tenant = rpc.call_metadata(context).tenant
         if not request.request_id:
             raise InvalidRequest("request_id is empty", reason="EMPTY_REQUEST_ID")
-        own = self._active.get(request.request_id)
+        wanted = sequence_id(tenant, request.request_id)
+        own = self._active.get(wanted)
         if own is not None:
-            if own.tenant == tenant:
-                own.cancel()
-            return router_pb2.CancelResponse(found=own.tenant == tenant)
+            own.cancel()
+            return router_pb2.CancelResponse(found=True)
         links = [link for link in self.registry.links.values() if link.state in ("ready", "draining")]
         answers = await asyncio.gather(
-            *(link.abort_foreign(request.request_id, tenant, CANCEL_TIMEOUT_S) for link in links),
-            return_exceptions=True,
+            *(link.abort_foreign(wanted, tenant, CANCEL_TIMEOUT_S) for link in links), return_exceptions=True
         )
         if not any(answer is True for answer in answers):
             for answer in answers:
@@ -366,7 +426,7 @@ def _submission(
 ) -> worker_pb2.Submit:
     room = model.max_sequence_tokens - len(prompt)
     submit = worker_pb2.Submit(
-        request_id=active.request_id,
+        request_id=active.sequence_id,
         tenant=active.tenant,
         prompt_token_ids=prompt,
         sampling=request.sampling,
@@ -378,6 +438,17 @@ def _submission(
     if remaining_s is not None:
         submit.deadline_unix_ns = time.time_ns() + int(remaining_s * 1e9)
     return submit
+
+
+def _ran_out(deadline_s: float | None, remaining_s: float | None) -> bool:
+    """Whether a call that the client ended was ended by its deadline; both in seconds, None without a deadline.
+
+    The client's clock runs out first: it started earlier, by the way here, and gRPC rounds up what it sends, by 1% at
+    most.
+    """
+    if deadline_s is None or remaining_s is None:
+        return False
+    return remaining_s <= 0.01 * deadline_s + min(DEADLINE_LAG_S, deadline_s / 4)
 
 
 def _short(reason: types_pb2.FinishReason.ValueType) -> str:

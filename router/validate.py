@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from protos import router_pb2, types_pb2
 from protos.errors import InvalidRequest, NotBuilt, TooLarge
+from protos.limits import check_sampling, check_stop, check_token_ids
 
 MAX_PROMPT_BYTES = 8 << 20
 MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
-MAX_STOP_TOKENS = 64
-MAX_LOGPROBS = 20
-MAX_TEMPERATURE = 100.0
 DEFAULT_MAX_TOKENS = 1024
 ROLES = ("system", "user", "assistant")
 
@@ -52,20 +48,6 @@ def check_prompt_bytes(num_bytes: int) -> None:
         )
 
 
-def check_sampling(sampling: types_pb2.Sampling) -> None:
-    """Raises InvalidRequest for a number outside its range; NaN is outside of all."""
-    _check_range("temperature", sampling.temperature, 0.0, MAX_TEMPERATURE)
-    if sampling.HasField("top_p"):
-        _check_range("top_p", sampling.top_p, 0.0, 1.0, low_open=True)
-    _check_range("min_p", sampling.min_p, 0.0, 1.0)
-    if sampling.HasField("repetition_penalty"):
-        _check_range("repetition_penalty", sampling.repetition_penalty, 0.0, 100.0, low_open=True)
-    if sampling.logprobs > MAX_LOGPROBS:
-        raise InvalidRequest(
-            "logprobs is out of range", reason="BAD_LOGPROBS", given=sampling.logprobs, allowed=f"0 to {MAX_LOGPROBS}"
-        )
-
-
 def check_fits(prompt_token_ids: list[int], stop_token_ids: list[int], model: types_pb2.ModelInfo) -> None:
     """What only the model can tell: token ids within its vocabulary, and room for at least one more token."""
     if not prompt_token_ids:
@@ -77,14 +59,8 @@ def check_fits(prompt_token_ids: list[int], stop_token_ids: list[int], model: ty
             given=f"{len(prompt_token_ids)} tokens",
             allowed=f"at most {model.max_sequence_tokens - 1} tokens (prompt and answer: {model.max_sequence_tokens})",
         )
-    for name, ids in (("prompt", prompt_token_ids), ("stop", stop_token_ids)):
-        if ids and max(ids) >= model.vocab_size:
-            raise InvalidRequest(
-                f"a {name} token id is not in the vocabulary of model {model.name}",
-                reason="BAD_TOKEN_ID",
-                given=max(ids),
-                allowed=f"0 to {model.vocab_size - 1}",
-            )
+    check_token_ids("prompt", prompt_token_ids, model)
+    check_token_ids("stop", stop_token_ids, model)
 
 
 def _check_prompt(request: router_pb2.GenerateRequest) -> None:
@@ -133,24 +109,7 @@ def _check_stops(request: router_pb2.GenerateRequest) -> None:
             raise InvalidRequest(
                 "a stop string has a bad length", reason="BAD_STOP_STRINGS", given=f"{num_bytes} bytes", allowed=allowed
             )
-    if len(request.stop.stop_token_ids) > MAX_STOP_TOKENS:
-        raise InvalidRequest(
-            "too many stop token ids",
-            reason="BAD_STOP_TOKENS",
-            given=len(request.stop.stop_token_ids),
-            allowed=f"at most {MAX_STOP_TOKENS}",
-        )
-
-
-def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    inside = math.isfinite(value) and low <= value <= high and not (low_open and value == low)
-    if not inside:
-        raise InvalidRequest(
-            f"{name} is out of range",
-            reason=f"BAD_{name.upper()}",
-            given=value,
-            allowed=f"{'above' if low_open else 'from'} {low:g} to {high:g}",
-        )
+    check_stop(request.stop)
 
 
 def _empty(message: str) -> InvalidRequest:

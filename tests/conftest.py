@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
 from protos import logs
+
+if TYPE_CHECKING:
+    from tests.e2e.cluster import ClusterProcess
 
 # Without it structlog's default renders every local variable of a traceback: slow, and it would hide what users see.
 logs.configure("test", json=True)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcess]:
+    """Two deterministic workers on a random tiny llama, shared by e2e and load tests: starting Ray takes seconds."""
+    from tests.e2e.cluster import tiny_cluster  # not for tests that need no cluster
+
+    with tiny_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running

@@ -20,6 +20,7 @@ import structlog
 from protos import logs, rpc
 from protos.errors import TailpackError
 from worker import shell
+from worker.child import STARTING
 from worker.config import WorkerConfig
 
 log = structlog.get_logger("worker")
@@ -36,6 +37,7 @@ class Ready:
     worker_id: str
     incarnation: str
     pid: int
+    max_sequence_tokens: int
 
 
 class WorkerActor:
@@ -88,12 +90,15 @@ class WorkerActor:
     async def _serve(self) -> None:
         stop = asyncio.Event()
         self._stop = (asyncio.get_running_loop(), stop)
+        log.info(STARTING, worker=self._config["worker_id"], pid=os.getpid())
         await shell.serve(
             WorkerConfig.from_dict(self._config), self._listen, stop, on_ready=self._on_ready, drain_s=self._drain_s
         )
 
     def _on_ready(self, running: shell.Running) -> None:
-        self._ready.set_result(Ready(running.address, running.info.worker_id, running.info.incarnation, os.getpid()))
+        info = running.info
+        longest = info.model.max_sequence_tokens
+        self._ready.set_result(Ready(running.address, info.worker_id, info.incarnation, os.getpid(), longest))
 
 
 def create(config: WorkerConfig, listen: str, *, drain_s: float, log_file: Path | None = None) -> Any:

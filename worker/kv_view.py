@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kernels.attention import PackedRegion
@@ -211,7 +212,8 @@ def _bytes(arena: MappedArena, size: int, what: str) -> torch.Tensor:
             given=f"{arena.buffer.nbytes} bytes in {arena.num_pages} pieces of {arena.page_bytes}",
             allowed=f"pieces of {size} bytes",
         )
-    return torch.frombuffer(arena.buffer, dtype=torch.uint8).view(arena.num_pages, size)
+    # By way of numpy, which holds on to the buffer; torch.frombuffer lets the mapping go under the tensor.
+    return torch.from_numpy(np.frombuffer(arena.buffer, dtype=np.uint8)).view(arena.num_pages, size)
 
 
 def _rows(raw: torch.Tensor, offset: int, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:

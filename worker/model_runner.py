@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from protos.errors import PreconditionFailed
 from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
 from worker.kv_view import KvView, Workspace
+from worker.models.layers import Tiles
 from worker.models.llama import Llama
 from worker.scheduler import Work
 
@@ -71,10 +73,10 @@ def check_tiles(network: Llama) -> None:
     """Proves on this machine what deterministic mode rests on: a row's bits do not depend on its place or its mates.
 
     For every tile size, runs the row-wise parts of a layer and the output matrix over random rows, then over the same
-    rows in another order among other mates, and compares bits.
+    rows in another order among other mates, and compares bits. Then the same for tiles alone and in one batch.
 
     Raises:
-        PreconditionFailed: NOT_DETERMINISTIC, naming the part and the tile size.
+        PreconditionFailed: NOT_DETERMINISTIC, naming the part and the tile size or the batch.
     """
     generator = torch.Generator().manual_seed(20260101)
     for rows in TILE_ROWS:
@@ -88,21 +90,37 @@ def check_tiles(network: Llama) -> None:
                 ("layer", "output"), _row_parts(network, ours), _row_parts(network, moved), strict=True
             ):
                 if not torch.equal(first[order][kept[order]], second[kept[order]]):
-                    raise PreconditionFailed(
-                        "deterministic mode does not hold on this machine",
-                        reason="NOT_DETERMINISTIC",
-                        given=f"a row of the {part} changes with its place in a tile of {rows} rows",
-                        allowed="results that depend on the row alone",
-                        hint="try another number of threads, or run without deterministic mode",
-                    )
+                    raise _not_deterministic(f"a row of the {part} changes with its place in a tile of {rows} rows")
+    for sizes in ((8, 16), (8, 16, 64), (8, 128), TILE_ROWS):
+        ends = list(itertools.accumulate(sizes))
+        tiles = tuple(zip([0, *ends], ends, strict=False))
+        together = torch.randn(ends[-1], network.config.hidden, generator=generator).to(network.embed.dtype)
+        in_batch, _ = _row_parts(network, together, tiles)
+        for a, b in tiles:
+            alone, _ = _row_parts(network, together[a:b])
+            if not torch.equal(alone, in_batch[a:b]):
+                raise _not_deterministic(f"a tile of {b - a} rows changes in a batch of {ends[-1]} rows")
 
 
-def _row_parts(network: Llama, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [R, hidden] through layer 0 without attention (V stands in for it), and through the output matrix."""
+def _not_deterministic(found: str) -> PreconditionFailed:
+    return PreconditionFailed(
+        "deterministic mode does not hold on this machine",
+        reason="NOT_DETERMINISTIC",
+        given=found,
+        allowed="results that depend on the row alone",
+        hint="try another number of threads, or run without deterministic mode",
+    )
+
+
+def _row_parts(network: Llama, x: torch.Tensor, tiles: Tiles = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, hidden] through layer 0 without attention (V stands in for it), and through the output matrix.
+
+    ``tiles`` cover x; none: it is one tile.
+    """
     rows, config, layer = len(x), network.config, network.layers[0]
     empty = torch.empty(0, dtype=torch.int64)
-    tiles = ((0, rows),)
-    batch = Batch(empty, empty, tiles, (), False, {}, empty, (), empty, tiles, rows)
+    tiles = tiles or ((0, rows),)
+    batch = Batch(empty, empty, tiles, (), False, {}, empty, (), empty, tiles, rows, deterministic=True)
     cos, sin = network.cos[5:6], network.sin[5:6]  # one position for all rows
     q, k, v = network.project(layer, x, cos, sin, batch)
     mixed = q + (k + v).repeat_interleave(config.q_heads // config.kv_heads, dim=1)

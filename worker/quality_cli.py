@@ -19,9 +19,9 @@ from protos import logs
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.errors import ModelError
 from worker import quality_report, quality_texts
+from worker.cluster_config import resolve_model
 from worker.config import WorkerConfig
 from worker.quality import MODES, CaseResult, all_cases, measure
-from worker.up import resolve_model
 from worker.weights import load_model
 
 LOG_EVERY_S = 60.0

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import torch
 
 from protos import types_pb2
 from protos.errors import InternalError
+from worker.seen import Seen
 from worker.sequence import Sampling
 
 _PERSON = b"tailpack-draw-v1"
@@ -22,10 +23,15 @@ _PERSON = b"tailpack-draw-v1"
 
 @dataclass(frozen=True)
 class Draw:
-    """One row's task. ``token_ids``: the prompt and all output so far; the token drawn gets position len(token_ids)."""
+    """One row's task.
+
+    ``token_ids``: the prompt and all output so far; the token drawn gets position len(token_ids). ``seen``: the
+    sequence's own, from draw to draw.
+    """
 
     sampling: Sampling
     token_ids: Sequence[int]
+    seen: Seen = field(default_factory=Seen)
 
 
 @dataclass(frozen=True)
@@ -71,11 +77,14 @@ def uniform(seed: int, position: int) -> float:
 
 def _draw_row(logits: torch.Tensor, draw: Draw) -> int:
     sampling = draw.sampling
+    logits = logits.double()
     if sampling.repetition_penalty != 1.0:
-        logits = _penalise(logits, draw.token_ids, sampling.repetition_penalty)
+        seen = draw.seen.mask(draw.token_ids, len(logits))
+        logits = _penalise(logits, seen, sampling.repetition_penalty)
     if sampling.greedy:
         return int(logits.argmax())
-    probabilities = torch.softmax(logits.double() / sampling.temperature, dim=-1)
+    # The maximum first: a temperature near 0 would take every logit beyond what a double holds.
+    probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=-1)
     kept = _keep(probabilities, sampling)
     if sampling.seed is None:
         raise InternalError("a sampled sequence has no seed")
@@ -86,11 +95,9 @@ def _draw_row(logits: torch.Tensor, draw: Draw) -> int:
     return min(index, int(kept.nonzero()[-1]))
 
 
-def _penalise(logits: torch.Tensor, token_ids: Sequence[int], penalty: float) -> torch.Tensor:
+def _penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
     """Keskar et al. 2019 ("CTRL"), section 4.1, with negative logits multiplied instead of divided."""
-    seen = torch.tensor(sorted(set(token_ids)))
-    values = logits[seen]
-    return logits.index_put((seen,), torch.where(values > 0, values / penalty, values * penalty))
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _keep(probabilities: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -125,11 +132,11 @@ def _most_likely(probabilities: torch.Tensor, count: int) -> tuple[torch.Tensor,
 def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> types_pb2.PositionLogprobs:
     """Of the model's own distribution: before penalty, temperature and filters."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    top = torch.topk(logprobs, min(num_top, len(logprobs))) if num_top else None
+    values, ids = _most_likely(logprobs, min(num_top, len(logprobs))) if num_top else (logprobs[:0], logprobs[:0])
     return types_pb2.PositionLogprobs(
         chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=float(logprobs[token_id])),
         top=[
-            types_pb2.TokenLogprob(token_id=i, logprob=p)
-            for p, i in (zip(top.values.tolist(), top.indices.tolist(), strict=True) if top is not None else ())
+            types_pb2.TokenLogprob(token_id=int(i), logprob=p)
+            for p, i in zip(values.tolist(), ids.tolist(), strict=True)
         ],
     )

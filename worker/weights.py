@@ -5,7 +5,6 @@ Everything that does not belong together is refused here, by name, before the wo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from kvstore.geometry import CacheGeometry, apply_mode
 from protos import types_pb2
-from protos.errors import ConfigError, ModelError
+from protos.errors import ModelError
+from worker import model_config
 from worker.config import WorkerConfig
 from worker.kv_view import TORCH_DTYPES
 from worker.models.llama import MODEL_TYPES, Llama, LlamaConfig
@@ -50,7 +50,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
         ConfigError: ``max_sequence_tokens`` is more than the model's; or the KV mode does not go with the model (what
             ``apply_mode`` raises), before any weight is read.
     """
-    raw = _read_json(config.model / "config.json")
+    raw = model_config.read_json(config.model / "config.json")
     if raw.get("model_type") not in MODEL_TYPES:
         raise ModelError(
             "this model architecture is not built",
@@ -58,13 +58,10 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
             given=raw.get("model_type"),
             allowed=", ".join(MODEL_TYPES),
         )
+    raw = model_config.checked(raw)
     shapes = LlamaConfig.parse(raw)
-    if config.max_sequence_tokens > shapes.max_positions:
-        raise ConfigError(
-            "max_sequence_tokens is more than the model's positions",
-            given=config.max_sequence_tokens,
-            allowed=f"at most {shapes.max_positions}",
-        )
+    eos_token_ids = model_config.eos_token_ids(config.model, raw)
+    model_config.check_length(raw, config.max_sequence_tokens)
     max_sequence_tokens = config.max_sequence_tokens or shapes.max_positions
     dtype = _dtype_name(config, raw)
     geometry = apply_mode(
@@ -76,7 +73,6 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
     )
     weights, digest = _load_tensors(config.model, shapes, TORCH_DTYPES[dtype], progress)
     num_parameters = sum(tensor.numel() for tensor in weights.values())
-    eos_token_ids = _eos_token_ids(config.model, raw)
     return Model(
         network=Llama(shapes, raw, weights, max_sequence_tokens),
         info=types_pb2.ModelInfo(
@@ -122,6 +118,13 @@ def _load_tensors(
         done += stored.nbytes
         # A copy of its own: what safetensors hands out may lie in the mapped file, which can change under us.
         weights[name] = stored.to(dtype, copy=True)
+        if not torch.isfinite(weights[name]).all():
+            raise ModelError(
+                f"tensor {name} holds NaN or infinity",
+                reason="BAD_TENSOR",
+                given=f"{stored.dtype} in {where[name].name}, read as {dtype}",
+                allowed="finite values",
+            )
         if progress is not None:
             progress(done, total)
     return weights, digest.digest()
@@ -130,7 +133,7 @@ def _load_tensors(
 def _locate_tensors(folder: Path) -> dict[str, Path]:
     """Tensor name -> the file that holds it."""
     if (folder / INDEX_FILE).exists():
-        weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+        weight_map = model_config.read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise ModelError(
                 "the index has no weight_map", given=folder / INDEX_FILE, allowed="tensor name -> file name"
@@ -175,14 +178,6 @@ def _naming(file: Path) -> Iterator[None]:
         ) from error
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
-    with _naming(file):
-        value = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("not a JSON object")
-        return value
-
-
 def _dtype_name(config: WorkerConfig, raw: Mapping[str, Any]) -> str:
     if config.dtype != "auto":
         return config.dtype
@@ -190,16 +185,6 @@ def _dtype_name(config: WorkerConfig, raw: Mapping[str, Any]) -> str:
     if name not in TORCH_DTYPES:
         raise ModelError("the model's dtype is not built", given=name, allowed=", ".join(TORCH_DTYPES))
     return name
-
-
-def _eos_token_ids(folder: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Those of generation_config.json, which chat models extend, and of config.json."""
-    ids: set[int] = set()
-    generation = folder / "generation_config.json"
-    for source in (raw, _read_json(generation) if generation.exists() else {}):
-        value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return tuple(sorted(ids))
 
 
 def _tokenizer_digest(folder: Path) -> bytes:

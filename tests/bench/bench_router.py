@@ -1,4 +1,4 @@
-"""What the router costs: CPU time of its process per relayed message and per request, and tokens per second.
+"""What the router costs: CPU time of its process per relayed message and per request, and tokens per CPU second.
 
     python -m tests.bench.bench_router [--seconds 5] [--repeats 3] [--out FILE.jsonl]
 
@@ -86,6 +86,12 @@ class StepWorker(worker_pb2_grpc.WorkerServicer):
         finally:
             reader.cancel()
 
+    async def Abort(self, request: Any, context: Any) -> worker_pb2.AbortResponse:
+        return worker_pb2.AbortResponse()
+
+    async def Info(self, request: Any, context: Any) -> worker_pb2.InfoResponse:
+        return worker_pb2.InfoResponse()
+
 
 class BareRouter(router_pb2_grpc.RouterServicer):
     """The floor: the same messages to callers, from nothing."""
@@ -106,6 +112,15 @@ class BareRouter(router_pb2_grpc.RouterServicer):
             yield chunk
             await asyncio.sleep(self._every_s)
 
+    async def Cancel(self, request: Any, context: Any) -> router_pb2.CancelResponse:
+        return router_pb2.CancelResponse()
+
+    async def ListWorkers(self, request: Any, context: Any) -> router_pb2.ListWorkersResponse:
+        return router_pb2.ListWorkersResponse()
+
+    async def Stats(self, request: Any, context: Any) -> router_pb2.StatsResponse:
+        return router_pb2.StatsResponse()
+
 
 @dataclass(frozen=True)
 class Case:
@@ -124,7 +139,7 @@ CASES = [
     Case("relay-64-streams-8-tokens", "us/message", streams=64, every_s=0.02, per_step=8, tokens=None),
     Case("relay-1-stream-1-token", "us/message", streams=1, every_s=0.005, per_step=1, tokens=None),
     Case("request-16-callers-1-token", "us/request", streams=16, every_s=0.001, per_step=1, tokens=1),
-    Case("tokens-64-streams-unpaced-8-tokens", "tokens/s", streams=64, every_s=0.0, per_step=8, tokens=None),
+    Case("tokens-64-streams-unpaced-8-tokens", "tokens/CPU-s", streams=64, every_s=0.0, per_step=8, tokens=None),
 ]
 
 
@@ -143,7 +158,7 @@ class Measured:
             case "us/request":
                 return 1e6 * self.cpu_s / self.requests
             case _:
-                return self.tokens / self.wall_s
+                return self.tokens / self.cpu_s
 
 
 async def load(address: str, pid: int, case: Case, seconds: float) -> Measured:
@@ -230,6 +245,7 @@ def record(case: Case, values: list[float], floors: list[float], command: str) -
         "rival_why": "no other router speaks this protocol; the bare server stands in",
         "error": None,
         "machine": f"{platform.machine()}, {psutil.cpu_count()} CPUs, {_cpu_model()}",
+        "load_average": [round(load, 1) for load in psutil.getloadavg()],  # others at work on the machine
         "versions": {name: version(name) for name in ("grpcio", "protobuf", "uvloop", "tokenizers")}
         | {"python": platform.python_version()},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

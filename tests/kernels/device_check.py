@@ -24,6 +24,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -51,6 +52,8 @@ MAX_SCALE_ULPS = 2
 TIE = 1e-6  # |y - boundary| below TIE * boundary counts as equidistant within rounding
 
 
+REPEATS = 20
+
 QUIET = {"pack", "unpack", "bad rows", "refusal", "graph", "graph flag"}  # many of each: the summary counts them
 
 
@@ -64,6 +67,7 @@ class Report:
     codes_compared: int = 0
     codes_differ: int = 0
     scale_ulps: int = 0
+    figures: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, check: str, ok: bool, **facts: Any) -> None:
         line = json.dumps({"check": check, "ok": ok, **facts})
@@ -327,7 +331,8 @@ def check_archive(report: Report, arch: str) -> None:
                 report.add("resources", local == 0, kernel=name, registers=int(kernel.num_regs), local_bytes=local)
 
 
-def median_seconds(call: Callable[[], object], repeats: int = 20) -> float:
+def seconds_of(call: Callable[[], object], repeats: int = REPEATS) -> list[float]:
+    """Device seconds of each of `repeats` calls, after three that are not counted."""
     for _ in range(3):
         call()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]  # type: ignore[no-untyped-call]
@@ -337,7 +342,7 @@ def median_seconds(call: Callable[[], object], repeats: int = 20) -> float:
         call()
         end.record()
     torch.cuda.synchronize()
-    return float(statistics.median(start.elapsed_time(end) for start, end in pairs)) / 1e3
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
 
 def time_kernels(report: Report, read_bytes: int = 2**30) -> None:
@@ -347,7 +352,7 @@ def time_kernels(report: Report, read_bytes: int = 2**30) -> None:
     """
     source = torch.randn(read_bytes // 2, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    seconds = median_seconds(lambda: target.copy_(source))
+    seconds = statistics.median(seconds_of(lambda: target.copy_(source)))
     copy = 2 * read_bytes / seconds / 1e12
     report.add("time copy", True, tb_s=round(copy, 3), us=round(seconds * 1e6, 1), mib=read_bytes >> 20)
     for width in COMPILED_WIDTHS:
@@ -360,10 +365,23 @@ def time_kernels(report: Report, read_bytes: int = 2**30) -> None:
                 ("pack", lambda: turboquant_cuda.pack(rows, bits, out=packed, first_bad_row=flag)),  # noqa: B023
                 ("unpack", lambda: turboquant_cuda.unpack(packed, width, bits, out=back)),  # noqa: B023
             ):
-                seconds = median_seconds(call)
-                rate = moved / seconds / 1e12
-                facts = {"tb_s": round(rate, 3), "us": round(seconds * 1e6, 1), "of_copy": round(rate / copy, 3)}
+                rates = [moved / each / 1e12 for each in seconds_of(call)]
+                rate = statistics.median(rates)
+                facts = {"tb_s": round(rate, 3), "us": round(moved / rate / 1e6, 1), "of_copy": round(rate / copy, 3)}
                 report.add(f"time {verb}", True, width=width, bits=bits, rows=rows.shape[0], **facts)
+                report.figures.append(
+                    {
+                        "case": f"{verb}-d{width}-b{bits}",
+                        "value": round(rate, 3),
+                        "unit": "TB/s in+out",
+                        "spread": [round(min(rates), 3), round(max(rates), 3)],
+                        "repeats": REPEATS,
+                        "floor": round(copy, 3),
+                        "floor_by": "bytes; torch's device-to-device copy of 1 GiB in the same run",
+                        "rival": None,
+                        "rival_why": "no public packer of these records runs on this machine",
+                    }
+                )
     few = source.view(-1, 128)[:128]
     packed = turboquant_cuda.pack(few, 4)
     flag = turboquant_cuda.new_bad_row_flag(few.device)
@@ -411,6 +429,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="file for the JSON lines")
     parser.add_argument("--seed", type=int, help="repeat a run; by default a fresh one is drawn")
+    parser.add_argument("--records", type=Path, help="also write the timings as records (tests/bench/results)")
+    parser.add_argument("--commit", default="unknown", help="what the records say was run")
     parser.add_argument("--skip-timing", action="store_true")
     parser.add_argument("--sanitize-list", action="store_true", help="small sizes only, for compute-sanitizer")
     options = parser.parse_args()
@@ -427,6 +447,7 @@ def main() -> int:
     seed = int(torch.seed() % 2**31) if options.seed is None else options.seed
     path = options.out or (Path(os.environ["OUT"]) / "device_check.jsonl" if "OUT" in os.environ else None)
     started = time.perf_counter()
+    began = datetime.now(UTC).isoformat(timespec="seconds")
     with path.open("a") if path else open(os.devnull, "w") as file:  # noqa: PTH123
         report = Report(file)
         machine = {
@@ -452,6 +473,20 @@ def main() -> int:
             scale_ulps=report.scale_ulps,
             seconds=seconds,
         )
+    if options.records and not report.failed:
+        share = report.codes_differ / max(1, report.codes_compared)
+        shared = {
+            "error": f"{report.codes_differ} of {report.codes_compared} codes differ ({share:.1e}), scales by at most "
+            f"{report.scale_ulps} ulp, from the PyTorch reference on fresh random rows of the same run",
+            "machine": machine["gpu"],
+            "versions": {key: machine[key] for key in ("torch", "cupy", "python", "compiler")},
+            "date": began,
+            "commit": options.commit,
+            "command": machine["command"],
+            "kind": "measured",
+        }
+        lines = [json.dumps({"bench": "codec_device", **figure, **shared}) + "\n" for figure in report.figures]
+        options.records.write_text("".join(lines))
     return 1 if report.failed else 0
 
 

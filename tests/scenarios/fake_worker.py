@@ -12,7 +12,7 @@ import asyncio
 import json
 import secrets
 import sys
-import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +64,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     welcome_s: float = 0.0
     active: dict[str, _Sequence] = field(default_factory=dict)
     submits: list[worker_pb2.Submit] = field(default_factory=list)
-    aborts: list[tuple[str, float]] = field(default_factory=list)  # id, time.monotonic()
+    aborts: list[str] = field(default_factory=list)  # request ids, in the order of the session's messages
+    num_emitted: Counter[str] = field(default_factory=Counter)  # tokens, by request id
     num_sessions: int = 0
     outboxes: set[asyncio.Queue[worker_pb2.WorkerMessage]] = field(default_factory=set)
     address: str = ""
@@ -129,7 +130,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 case "submit":
                     self._submit(message.submit, outbox)
                 case "abort":
-                    self.aborts.append((message.abort.request_id, time.monotonic()))
+                    self.aborts.append(message.abort.request_id)
                     self._abort(message.abort.request_id)
 
     def _submit(self, submit: worker_pb2.Submit, outbox: asyncio.Queue[worker_pb2.WorkerMessage]) -> None:
@@ -188,6 +189,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if script.repeat_at is not None and position <= script.repeat_at < position + len(step):
                 self._send(outbox, output)
             position += len(step)
+            self.num_emitted[submit.request_id] = position
             if ended:
                 if script.error is not None:
                     self._send(outbox, _failed(submit.request_id, position, script.error))

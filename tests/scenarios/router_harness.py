@@ -16,7 +16,7 @@ from typing import Any
 
 from protos import router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2
 from router.client import Client
-from router.service import SERVICE_NAME, RouterService
+from router.service import DEFAULT_MAX_REQUEST_BYTES, SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 
@@ -65,6 +65,7 @@ async def cluster(
     infos: list[types_pb2.WorkerInfo] | None = None,
     addresses: list[str] | None = None,
     max_in_flight: int = 4096,
+    max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
     wait: bool = True,
 ) -> AsyncIterator[Harness]:
     """Router and workers; all end with the block. addresses: further workers, started by the test."""
@@ -74,7 +75,12 @@ async def cluster(
         infos = [_info(tokenizer) for _ in range(num_workers)]
     workers = [FakeWorker(scripted, info) for info in infos]
     started = [await worker.start() for worker in workers]
-    service = RouterService(tokenizer, [*started, *(addresses or [])], max_in_flight=max_in_flight)
+    service = RouterService(
+        tokenizer,
+        [*started, *(addresses or [])],
+        max_in_flight=max_in_flight,
+        max_request_bytes=max_request_bytes,
+    )
     server = rpc.RpcServer("router")
     server.add(router_pb2_grpc.add_RouterServicer_to_server, service, SERVICE_NAME)
     address = await server.start("127.0.0.1:0")

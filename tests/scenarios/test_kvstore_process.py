@@ -67,6 +67,35 @@ def test_a_store_that_goes_away_is_told_once_and_calls_fail_by_name(signum: int)
         assert told.empty()
 
 
+class Cancelled(grpc.RpcError):
+    """What a call in flight gets from a server that stops."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.CANCELLED
+
+    def details(self) -> str:
+        return "Cancelled on the server side"
+
+
+@pytest.mark.parametrize("how", ["stale epoch", "cancelled"])
+def test_a_call_in_flight_while_the_store_stops_is_a_lost_store(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cancelled(request: object, timeout: float) -> object:
+        raise Cancelled
+
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with StoreProcess() as store:
+        attachment = store.attach(on_lost=told.put)
+        if how == "cancelled":
+            monkeypatch.setattr(attachment._session.stub, "Open", cancelled)
+        else:
+            attachment.epoch -= 1
+        with pytest.raises(KvStoreLost):
+            attachment.open([OpenRequest("r", "", [1], 1)])
+        assert told.get(timeout=5) == attachment.lost
+        attachment.close()
+    assert told.empty()
+
+
 def test_closing_tells_nobody() -> None:
     told: list[str] = []
     with StoreProcess() as store:

@@ -81,6 +81,21 @@ def copy_rows(attachment: Attachment, copies: list[PageCopy]) -> None:
             new[plane.offset : plane.offset + size] = old[plane.offset : plane.offset + size]
 
 
+def page_entries_agree(attachment: Attachment) -> None:
+    """The page entries of the control block say what its slots say; free pages show nothing of who held them."""
+    control = attachment.control
+    for group in GEOMETRY.groups:
+        entries = control.pages[group.name]
+        expected = [(int(PageState.FREE), -1)] * len(entries)
+        for slot in control.live_slots():
+            for index, page in enumerate(control.sequence_pages(slot, group.name)):
+                sealed = (index + 1) * PAGE_TOKENS <= int(control.slots["base"][slot])
+                expected[page] = (int(PageState.SEALED if sealed else PageState.OPEN), slot)
+        assert list(zip(entries["state"].tolist(), entries["owner"].tolist(), strict=True)) == expected
+        hashed = entries["hash"].any(axis=1).tolist()
+        assert hashed == [state == PageState.SEALED for state, _ in expected]
+
+
 def test_a_full_arena_refuses_by_numbers_and_admits_after_a_release(attachment: Attachment) -> None:
     results = attachment.open([ask("a", 200, 5 * 128), ask("b", 1, 4 * 128), ask("c", 1, 3 * 128)])
     assert results[1] == Refused("full", 4, 3, 8)
@@ -160,6 +175,7 @@ def test_truncated_sequences_read_their_own_rows_and_go_on(attachment: Attachmen
     if cut >= 256 or cut % 128 == 0:
         assert not copies  # elsewhere there is one, unless the page is seen by nobody else and taken again
     assert (attachment.control.logged(slot), attachment.control.committed(slot)) == (cut, cut)
+    page_entries_agree(attachment)
     copy_rows(attachment, copies)
     assert read_rows(attachment, slot, "full") == list(range(cut))
     more = [7000 + i for i in range(200)]
@@ -236,6 +252,8 @@ def test_1000_sequences_opened_and_released_leave_the_stats_as_they_were(
             attachment.seal([(result.slot, prompt, 1)])
         if rng.random() < 0.3:
             attachment.truncate(result.slot, rng.randrange(prompt + 1))
+        if opened % 50 == 0:
+            page_entries_agree(attachment)
     attachment.release(live)
     at_end = cpu0(store)
     for device in (at_start, at_end):
@@ -248,6 +266,7 @@ def test_1000_sequences_opened_and_released_leave_the_stats_as_they_were(
     assert at_end == at_start
     assert attachment.verify() == []
     assert attachment.control.live_slots() == []
+    page_entries_agree(attachment)
 
 
 def test_two_processes_get_the_same_hashes_for_the_same_tokens(store: StoreProcess) -> None:

@@ -28,14 +28,14 @@ class ScriptedEngine:
 
     emit: Callable[[StepResult], None] = lambda result: None
     submitted: list[Request] = field(default_factory=list)
-    aborted: list[tuple[str, str | None]] = field(default_factory=list)
+    aborted: list[tuple[str, str | None, str | None]] = field(default_factory=list)
     owners_aborted: list[str] = field(default_factory=list)
 
     def submit(self, request: Request) -> None:
         self.submitted.append(request)
 
-    def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        self.aborted.append((request_id, tenant))
+    def abort(self, request_id: str, *, tenant: str | None = None, owner: str | None = None) -> bool:
+        self.aborted.append((request_id, tenant, owner))
         return any(r.request_id == request_id and tenant in (None, r.tenant) for r in self.submitted)
 
     def abort_owner(self, owner: str) -> None:
@@ -138,11 +138,12 @@ async def test_one_message_a_step_carries_all_sequences_of_the_session_and_no_ot
         assert [o.request_id for o in (await read_step(b)).sequences] == ["b1"]
 
 
-async def test_an_idle_worker_reports_its_load_within_a_second() -> None:
+async def test_an_idle_worker_reports_its_load_again_and_again() -> None:
+    assert sessions_module.LOAD_INTERVAL_S < 1.0  # the protocol promises once a second; the rest is for the way there
     async with scene() as s:
         call = await s.router()
         for _ in range(3):
-            message = await asyncio.wait_for(call.read(), 1.0)
+            message = await read(call)
             assert message.WhichOneof("message") == "step" and not message.step.sequences
             assert message.step.load.pages_total == 7
 
@@ -194,10 +195,62 @@ async def test_aborts_reach_the_engine_and_foreign_ones_are_not_found() -> None:
         call = await s.router()
         await call.write(submit("x"))
         await call.write(worker_pb2.RouterMessage(abort=worker_pb2.Abort(request_id="x")))
-        await s.engine.until(lambda: s.engine.aborted == [("x", None)])
+        await s.engine.until(lambda: s.engine.aborted == [("x", None, s.engine.submitted[0].owner)])
         assert (await s.stub.Abort(worker_pb2.AbortRequest(request_id="x"))).found
         assert not (await s.stub.Abort(worker_pb2.AbortRequest(request_id="x", tenant="other"))).found
         assert not (await s.stub.Abort(worker_pb2.AbortRequest(request_id="y"))).found
+
+
+async def test_a_large_prompt_is_read_off_the_loop_and_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, readers, may_read = [7] * 300_000, [], threading.Event()
+    right = Request.from_proto
+
+    def watched(message: worker_pb2.Submit, owner: str) -> Request:
+        readers.append(threading.get_ident())
+        if message.request_id == "large":
+            assert may_read.wait(TIMEOUT_S)
+        return right(message, owner)
+
+    monkeypatch.setattr(Request, "from_proto", staticmethod(watched))
+    async with scene() as s:
+        call, other = await s.router(), await s.router("router-b")
+        big = submit("large")
+        big.submit.prompt_token_ids[:] = large
+        await call.write(big)
+        await call.write(worker_pb2.RouterMessage(abort=worker_pb2.Abort(request_id="large")))
+        await call.write(submit("next"))
+        await other.write(submit("other"))  # it need not wait: the loop is free
+        await s.engine.until(lambda: [r.request_id for r in s.engine.submitted] == ["other"])
+        assert not s.engine.aborted
+        may_read.set()
+        await s.engine.until(lambda: len(s.engine.submitted) == 3)
+        assert [r.request_id for r in s.engine.submitted] == ["other", "large", "next"]
+        assert [request_id for request_id, *_ in s.engine.aborted] == ["large"]
+        assert s.engine.submitted[1].prompt == tuple(large)
+        assert readers[0] != threading.get_ident() and readers[-1] == threading.get_ident()
+
+
+async def test_a_session_that_ends_while_its_prompt_is_read_submits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, may_read = threading.Event(), threading.Event()
+    right = Request.from_proto
+
+    def slow(message: worker_pb2.Submit, owner: str) -> Request:
+        reading.set()
+        assert may_read.wait(TIMEOUT_S)
+        return right(message, owner)
+
+    monkeypatch.setattr(Request, "from_proto", staticmethod(slow))
+    async with scene() as s:
+        call = await s.router()
+        big = submit("large")
+        big.submit.prompt_token_ids[:] = [7] * 50_000
+        await call.write(big)
+        await s.engine.until(reading.is_set)
+        call.cancel()
+        await s.engine.until(lambda: bool(s.engine.owners_aborted))
+        may_read.set()
+        await asyncio.sleep(0.2)
+        assert not s.engine.submitted
 
 
 async def test_a_draining_worker_says_so_refuses_and_goes_on() -> None:

@@ -90,6 +90,17 @@ def test_special_and_hidden_tokens_are_not_shown(byte_level: Tokenizer) -> None:
     assert text_of(byte_level.tokens, [*a, *b, *a], [1], hidden=frozenset(b)) == "aa"
 
 
+def test_added_tokens_outside_the_byte_alphabet_stand_for_themselves(byte_level: Tokenizer) -> None:
+    tokenizer = tokenizers.Tokenizer.from_str(byte_level._tokenizer.to_str())
+    added = ["two words", "naïve", "日", "Ã©"]  # the last one is spelt in the byte alphabet
+    tokenizer.add_tokens(added)
+    vocabulary = tokenizer.get_vocab()
+    tokens = token_bytes(json.loads(tokenizer.to_str()), vocabulary, frozenset())
+    for token in added:
+        ids = [vocabulary[token]]
+        assert text_of(tokens, ids, [1]) == tokenizer.decode(ids)
+
+
 # --- SentencePiece-like tokenizers ---
 
 

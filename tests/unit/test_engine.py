@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvstore.client import OpenRequest
 from protos import types_pb2 as pb
 from protos.errors import InternalError, KvStoreLost, TailpackError, WorkerLost
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
 from worker.engine import Engine
+from worker.waiting import Waiting
 from worker.weights import Model, load_model
 
 VOCAB = TINY["vocab_size"]
@@ -153,6 +155,47 @@ def test_what_can_never_fit_is_refused_and_the_next_goes_on(folder: Path, model:
     assert len(harness.tokens("fits")) == 5
 
 
+def test_a_refusal_though_nothing_runs_is_a_bug(folder: Path, model: Model) -> None:
+    harness = Harness(model, config_for(folder, max_running=2), num_pages=4)
+    stray = OpenRequest("stray", "", [1], 300)
+    harness.attachment.open([stray])  # pages that no sequence of the engine holds: somebody did not release them
+    harness.engine.submit(request("could fit", prompt(1, 10), 300))
+    with pytest.raises(InternalError, match="nothing runs"):
+        harness.step()
+
+
+def test_waiting_sequences_are_admitted_at_once_when_nothing_runs(
+    folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.engine.IDLE_REPORT_S", 3600.0)
+    live = Live(model, folder, max_running=1)
+    for i in range(3):  # each waits for the end of the one before, which leaves nothing running
+        live.engine.submit(request(f"r{i}", prompt(i, 10), 1))
+    live.engine.start()
+    for i in range(3):
+        live.wait_for(f"r{i}")
+    live.engine.stop(10)
+
+
+def test_what_waits_is_counted_without_going_through_it(
+    folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def walked(_: object) -> None:
+        raise AssertionError("the queue was gone through")
+
+    monkeypatch.setattr(Waiting, "__iter__", walked)
+    harness = Harness(model, config_for(folder, max_running=1))
+    for i in range(5):
+        harness.engine.submit(request(f"r{i}", prompt(i, 10 + i), 3))
+    harness.step()
+    assert harness.engine.load().queued_tokens == 11 + 12 + 13 + 14
+    harness.engine.abort("r3")
+    harness.step()
+    assert harness.engine.load().queued_tokens == 11 + 12 + 14
+    harness.run()
+    assert harness.engine.load().queued_tokens == 0
+
+
 def test_a_full_queue_refuses_and_says_when_to_come_back(folder: Path, model: Model) -> None:
     harness = Harness(model, config_for(folder, max_running=2, max_waiting=3))
     for i in range(7):
@@ -182,11 +225,12 @@ def test_bad_requests_hurt_nobody(folder: Path, model: Model) -> None:
     bad = {
         "EMPTY_PROMPT": request("b0", []),
         "PROMPT_TOO_LONG": request("b1", prompt(1, TINY["max_position_embeddings"])),
-        "TOKEN_OUT_OF_RANGE": request("b2", [5, VOCAB]),
+        "BAD_TOKEN_ID": request("b2", [5, VOCAB]),
         "BAD_MAX_TOKENS": request("b3", [5], -1),
         "BAD_TEMPERATURE": request("b4", [5], temperature=float("nan")),
         "BAD_TOP_P": request("b5", [5], top_p=0.0),
         "BAD_LOGPROBS": request("b6", [5], logprobs=21),
+        "BAD_REPETITION_PENALTY": request("b8", [5], repetition_penalty=1e-40),
         "ALREADY_FINISHED": request("b7", [5], 2, emitted=[1, 2]),
     }
     result = harness.run(*bad.values(), request("good", prompt(1, 10), 6))
@@ -204,7 +248,8 @@ def test_an_abort_ends_a_sequence_wherever_it_is(folder: Path, model: Model) -> 
     harness.engine.submit(request("waiting", prompt(2, 10), 5))
     harness.step()
     harness.engine.submit(request("inbox", prompt(2, 10), 5))
-    assert not harness.engine.abort("nobody") and not harness.engine.abort("running", "another tenant")
+    assert not harness.engine.abort("nobody") and not harness.engine.abort("running", tenant="another tenant")
+    assert not harness.engine.abort("running", owner="another router's session")
     for name in ("running", "waiting", "inbox"):
         assert harness.engine.abort(name)
     assert harness.engine.abort("inbox"), "known until the next step"
@@ -330,12 +375,39 @@ def test_an_exception_of_the_model_stops_the_engine_loudly(
     monkeypatch.setattr(live.engine._runner, "run", broken)
     for name in ("running", "waiting"):
         live.wait_for(name)
-        error = error_of(live.harness, name)
-        assert isinstance(error, InternalError) and "the sums came out wrong" in str(error)
+    error = error_of(live.harness, "running")
+    assert isinstance(error, InternalError) and "the sums came out wrong" in str(error)
+    error = error_of(live.harness, "waiting")  # it broke nothing
+    assert isinstance(error, WorkerLost) and error.retry_after_ms
     assert live.engine.failed.wait(10)
     live.engine.stop(10)
     assert live.failures == [live.engine.failure]
     live.harness.attachment.check_empty()
+
+
+def test_an_engine_that_breaks_while_it_stops_has_failed(
+    folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = Live(model, folder)
+    in_step, stopping = threading.Event(), threading.Event()
+
+    def broken(work: object) -> torch.Tensor:
+        in_step.set()
+        assert stopping.wait(20)
+        raise RuntimeError("the sums came out wrong")
+
+    monkeypatch.setattr(live.engine._runner, "run", broken)
+    live.engine.submit(request("r", prompt(1, 10), 5))
+    live.engine.start()
+    assert in_step.wait(20)
+    stop = threading.Thread(target=live.engine.stop, args=(20,))
+    stop.start()
+    while not live.engine._stopping:
+        time.sleep(0.001)
+    stopping.set()
+    stop.join()
+    assert isinstance(error_of(live.harness, "r"), InternalError)
+    assert live.engine.failed.is_set() and live.failures == [live.engine.failure]
 
 
 def test_logits_that_are_not_finite_are_never_a_token(

@@ -137,6 +137,56 @@ def test_a_product_that_knows_its_place_is_found_out(model: Model, monkeypatch: 
     assert refused.value.reason == "NOT_DETERMINISTIC"
 
 
+# Eight threads: ATen then shares out elementwise work in pieces that end inside a row.
+WIDE = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 1}
+
+
+def test_same_bits_when_many_threads_share_the_elementwise_work(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, **WIDE)
+    wide = load_model(config_for(folder, threads=8))
+    rng = random.Random(9)
+    prompt = [rng.randrange(TINY["vocab_size"]) for _ in range(128)]
+    alone = Recorder(wide, folder, threads=8)
+    alone.harness.run(request("r", prompt, 2))
+    company = Recorder(wide, folder, threads=8)
+    company.harness.engine.submit(request("mate", [5, 6, 7], 9))
+    company.harness.step(2)  # it decodes: 128 rows and its tile of 8 are one batch
+    company.harness.run(request("r", prompt, 2))
+    assert ("r", 128) in alone.logits
+    company.same_bits(alone)
+
+
+@pytest.mark.parametrize(
+    ("threads", "width"), [(8, 1536), (3, 8960), (5, 11008), (6, 14336), (6, 18944), (3, 40000), (2, 1111)]
+)
+def test_a_row_of_swiglu_does_not_know_the_batch(threads: int, width: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        generator = torch.Generator().manual_seed(threads * width)
+        gate, up = torch.randn(136, 2 * width, generator=generator).chunk(2, dim=-1)
+        batch = layers.swiglu(gate, up, deterministic=True)
+        assert torch.allclose(batch, layers.swiglu(gate, up, deterministic=False), atol=1e-5)
+        for first, end in ((0, 8), (8, 136), (8, 24), (3, 4), (50, 114)):
+            assert torch.equal(layers.swiglu(gate[first:end], up[first:end], deterministic=True), batch[first:end])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_operation_that_knows_the_batch_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = load_model(config_for(write_model(tmp_path, **WIDE)))
+    right = layers.swiglu
+
+    def wrong(gate: torch.Tensor, up: torch.Tensor, *, deterministic: bool) -> torch.Tensor:
+        out = right(gate, up, deterministic=deterministic)
+        return out * (1 + 2**-20) if len(out) == 136 else out
+
+    monkeypatch.setattr(layers, "swiglu", wrong)
+    with torch.inference_mode(), pytest.raises(PreconditionFailed, match="136 rows") as refused:
+        check_tiles(wide.network)
+    assert refused.value.reason == "NOT_DETERMINISTIC"
+
+
 def test_tiles_follow_from_the_sequence_alone() -> None:
     rng = random.Random(2)
     geometry = CacheGeometry((LayerGroup("g", (Region(0, "k", 1, 8, "float32"),)),))

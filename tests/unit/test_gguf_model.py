@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from protos.errors import ModelError, NotBuilt
+from protos.errors import ConfigError, ModelError, NotBuilt
 from worker import gguf_model
 
 gguf = pytest.importorskip("gguf", reason="extra `demo` is not installed")
@@ -197,17 +198,22 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
 
 def test_two_processes_at_once_share_one_folder(tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "tiny.gguf")
+    # All begin together, once all are there. Whoever comes second must find the first one's folder: the same inode.
     code = (
-        "import sys; from pathlib import Path; from worker import gguf_model;"
-        "print(gguf_model.model_folder(Path(sys.argv[1]), cache=Path(sys.argv[2])))"
+        "import sys, time; from pathlib import Path; from worker import gguf_model\n"
+        "import gguf; from safetensors import numpy; here = Path(sys.argv[3])\n"
+        "(here / f'there-{sys.argv[4]}').touch()\n"
+        "while len(list(here.glob('there-*'))) < 4: time.sleep(0.001)\n"
+        "folder = gguf_model.model_folder(Path(sys.argv[1]), cache=Path(sys.argv[2]))\n"
+        "print(folder.name, (folder / 'model.safetensors').stat().st_ino)"
     )
-    command = [sys.executable, "-c", code, str(source), str(tmp_path / "cache")]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    folders = {run.communicate(timeout=60)[0].strip() for run in runs}
-    assert [run.returncode for run in runs] == [0, 0, 0]
-    assert len(folders) == 1
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "cache"), str(tmp_path)]
+    runs = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in range(4)]
+    answers = {run.communicate(timeout=60)[0].strip() for run in runs}
+    assert [run.returncode for run in runs] == [0, 0, 0, 0]
+    assert len(answers) == 1, answers
     left = [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")]
-    assert left == [Path(folders.pop()).name]
+    assert left == [answers.pop().split()[0]]
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
@@ -224,6 +230,39 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "cut.gguf").write_bytes(whole[:keep])
         with pytest.raises(ModelError, match="unreadable or truncated"):
             convert(tmp_path / "cut.gguf")
+    assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "tiny.gguf")
+    (tmp_path / "file").touch()
+    for cache in (Path("/proc/nope"), tmp_path / "file" / "x"):
+        with pytest.raises(ConfigError, match="set TAILPACK_CACHE") as refused:
+            gguf_model.model_folder(source, cache=cache, console=QUIET)
+        assert refused.value.reason == "CACHE_NOT_WRITABLE" and str(cache) in str(refused.value)
+
+
+def test_a_cache_without_room_says_how_much_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_tiny(tmp_path / "tiny.gguf")
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1000))
+    with pytest.raises(ConfigError, match=r"0 MiB free.*at least 1 MiB.*set TAILPACK_CACHE") as refused:
+        gguf_model.model_folder(source, cache=tmp_path / "cache", console=QUIET)
+    assert refused.value.reason == "CACHE_FULL"
+    assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")]
+
+
+def test_a_write_that_fails_leaves_nothing_half_done(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "tiny.gguf")
+    code = (  # a limit that the config fits into and the weights do not
+        "import resource, sys; from pathlib import Path; from worker import gguf_model\n"
+        "from protos.errors import ConfigError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "try: gguf_model.model_folder(Path(sys.argv[1]), cache=Path(sys.argv[2]))\n"
+        "except ConfigError as refused: print(refused)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "cache")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "File too large" in run.stdout and "CACHE_NOT_WRITABLE" in run.stdout
     assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")]
 
 

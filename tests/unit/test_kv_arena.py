@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import memory_limit
-from kvstore.arena import Arena, Memory, allocate_arenas, pages_per_group
+from kvstore.arena import PREFAULT_CHUNK_BYTES, Arena, Memory, allocate_arenas, pages_per_group
 from kvstore.geometry import CacheGeometry, LayerGroup, Region, apply_mode
 from kvstore.memory_limit import HEADROOM_BYTES, available_bytes, cgroup_room, check_memory
 from protos.errors import CapacityError, ConfigError
@@ -207,3 +207,10 @@ def test_cgroup_v1_memory_hierarchy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("membership", ["", "0::/gone\n", "0::/../outside\n", "3:cpu:/a\n"])
 def test_cgroups_without_a_limit(membership: str, tmp_path: Path) -> None:
     assert cgroup_room(membership, tmp_path) == []
+
+
+def test_every_byte_is_touched_and_reported() -> None:
+    seen: list[int] = []
+    num_bytes = 2 * PREFAULT_CHUNK_BYTES + 4096
+    Memory.allocate("test", num_bytes, on_progress=seen.append).close()
+    assert seen == [PREFAULT_CHUNK_BYTES, 2 * PREFAULT_CHUNK_BYTES, num_bytes]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import runpy
 from collections import Counter
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protos import page_hash
+from router import policy
 from router.policy import SEQUENCE_COST_TOKENS, Candidate, OwnLoad, Placement, candidate, choose
 
 SMALL = Placement(prompt_tokens=100, max_tokens=100)
@@ -72,6 +76,12 @@ def test_room_for_the_pages_comes_before_load() -> None:
 
 def test_num_pages_rounds_up() -> None:
     assert [Placement(n, 1).num_pages for n in (1, 126, 127, 128)] == [1, 1, 1, 2]
+
+
+def test_pages_are_as_long_as_the_hash_chain_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_hash, "PAGE_TOKENS", 64)
+    afresh = runpy.run_path(policy.__file__)
+    assert afresh["Placement"](100, 28).num_pages == 2
 
 
 def test_tried_workers_are_left_out() -> None:

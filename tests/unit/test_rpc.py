@@ -6,7 +6,9 @@ The services are the worker's own; its handlers are scripted here.
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -31,6 +33,7 @@ class Scripted(worker_pb2_grpc.WorkerServicer):
         self.raises: Exception | None = None
         self.closed = asyncio.Event()
         self.silent_s = 0.0
+        self.reads = False
         self.message = worker_pb2.WorkerMessage()
         self.endless = False
         self.seen: rpc.CallMetadata | None = None
@@ -45,6 +48,9 @@ class Scripted(worker_pb2_grpc.WorkerServicer):
         try:
             if self.raises is not None:
                 raise self.raises
+            if self.reads:
+                async for _ in requests:
+                    pass
             await asyncio.sleep(self.silent_s)
             yield self.message
             while self.endless:
@@ -96,12 +102,15 @@ async def test_every_error_arrives_as_itself(started: Started, kind: type[Tailpa
 
 
 async def test_a_special_reason_keeps_its_family(started: Started) -> None:
-    started.servicer.raises = errors.ConfigError("taken", reason="PORT_IN_USE")
-    with pytest.raises(grpc.RpcError) as failure:
-        await started.stub.Info(worker_pb2.InfoRequest())
-    got = rpc.error_from(failure.value)
-    assert isinstance(got, errors.PreconditionFailed)
-    assert got.reason == "PORT_IN_USE"
+    for sent, family in (
+        (errors.ConfigError("taken", reason="PORT_IN_USE"), errors.PreconditionFailed),
+        (errors.TooLarge("long", reason="PROMPT_TOO_LONG"), errors.InvalidRequest),
+    ):
+        started.servicer.raises = sent
+        with pytest.raises(grpc.RpcError) as failure:
+            await started.stub.Info(worker_pb2.InfoRequest())
+        for got in (rpc.error_from(failure.value), rpc.from_detail(rpc.to_detail(sent))):
+            assert (type(got), got.reason) == (family, sent.reason)
 
 
 async def test_a_bug_is_internal_and_says_nothing_of_its_text(started: Started) -> None:
@@ -184,7 +193,7 @@ async def test_a_cancelled_call_runs_the_handlers_finally(started: Started, endl
 
 async def test_a_long_silence_survives_keepalive_pings() -> None:
     servicer, server = Scripted(), rpc.RpcServer("test", keepalive_time_ms=100)
-    servicer.silent_s = 2.0  # 20 pings; gRPC's defaults allow two
+    servicer.silent_s = 6.0  # gRPC sends a ping a second at most without data; a server allows two by default
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, NAME)
     address = await server.start("127.0.0.1:0")
     async with rpc.channel(address, keepalive_time_ms=100) as channel:
@@ -210,10 +219,63 @@ async def test_malformed_request_id_is_refused(started: Started, bad: str) -> No
     assert isinstance(rpc.error_from(failure.value), errors.InvalidRequest)
 
 
+@pytest.mark.parametrize("key", ["x-request-id", "x-tenant"])
+async def test_metadata_there_twice_is_refused(started: Started, key: str) -> None:
+    with pytest.raises(grpc.RpcError) as failure:
+        await started.stub.Info(worker_pb2.InfoRequest(), metadata=((key, "one"), (key, "two")))
+    got = rpc.error_from(failure.value)
+    assert isinstance(got, errors.InvalidRequest) and "'one', 'two'" in str(got)
+
+
+GARBAGE = b"\xff\xff\xff\xff"
+NOT_UTF8 = b"\x0a\x02\xff\xfe"  # field 1, a string of two bytes
+
+
+@pytest.mark.parametrize("data", [GARBAGE, NOT_UTF8], ids=["no message", "no UTF-8"])
+@pytest.mark.parametrize("method", ["Abort", "Session"])
+async def test_a_message_that_does_not_parse_is_the_callers_mistake(
+    started: Started, caplog: pytest.LogCaptureFixture, method: str, data: bytes
+) -> None:
+    data = data if method == "Abort" or data == GARBAGE else b"\x0a" + bytes([len(data)]) + data  # inside a hello
+    started.servicer.reads = True
+    path = f"/{NAME}/{method}"
+    raw: Any = started.channel  # without serialisers it sends bytes as they are
+    with pytest.raises(grpc.RpcError) as failure, caplog.at_level("WARNING"):
+        if method == "Abort":
+            await raw.unary_unary(path)(data)
+        else:
+            async for _ in raw.stream_stream(path)(iter([data])):
+                pass
+    got = rpc.error_from(failure.value)
+    assert isinstance(got, errors.InvalidRequest) and got.reason == "UNREADABLE_MESSAGE"
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
+
+
 async def test_a_taken_port_is_named(started: Started) -> None:
     with pytest.raises(errors.ConfigError) as failure:
         await rpc.RpcServer("second").start(started.address)
     assert failure.value.reason == "PORT_IN_USE"
+
+
+@pytest.mark.parametrize(
+    ("number", "reason", "hint"),
+    [
+        (errno.EADDRINUSE, "PORT_IN_USE", "end the process"),
+        (errno.EADDRNOTAVAIL, "BAD_ADDRESS", "none of this machine's"),
+        (errno.EACCES, "PORT_NOT_ALLOWED", "from 1024 on"),
+        (errno.EPERM, "BAD_ADDRESS", ""),
+    ],
+)
+def test_why_an_address_cannot_be_taken_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, number: int, reason: str, hint: str
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(errors.ConfigError, match=os.strerror(number)) as failure:
+        rpc.check_free("127.0.0.1:80")
+    assert failure.value.reason == reason and hint in (failure.value.hint or "")
 
 
 @pytest.mark.parametrize("bad", ["nonsense", ":80", "127.0.0.1:99999", "127.0.0.1:", f"unix:/tmp/{'x' * 120}"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections import Counter
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from protos.errors import InternalError
 from worker.sampler import Draw, sample, uniform
+from worker.seen import Seen
 from worker.sequence import Sampling
 
 
@@ -119,6 +122,49 @@ def test_greedy_with_a_repetition_penalty() -> None:
     assert draw([-1.0, -2.0, -1.9], history=[0, 0], repetition_penalty=2.5) == 2
 
 
+class Watched(list[int]):
+    """A token list that counts how many of its tokens are looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        part = super().__getitem__(key)
+        self.looked_at += len(part) if isinstance(key, slice) else 1
+        return part
+
+    def __iter__(self) -> Any:
+        self.looked_at += len(self)
+        return super().__iter__()
+
+
+def test_a_penalty_looks_at_each_token_once() -> None:
+    history, plain, seen = Watched([1] * 10_000), [1] * 10_000, Seen()
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    sampling = Sampling(temperature=1.0, repetition_penalty=1.5, seed=1)
+    for _ in range(100):
+        drawn = sample(logits.unsqueeze(0), [Draw(sampling, history, seen)])[0].token_id
+        assert drawn == draw(logits, history=plain, temperature=1.0, repetition_penalty=1.5, seed=1)
+        history.append(drawn)
+        plain.append(drawn)
+    assert history.looked_at <= 10_000 + 100 * 4
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_was_seen_is_right_however_the_list_changes(data: st.DataObject) -> None:
+    tokens, seen = [data.draw(st.integers(0, 9))], Seen()
+    for _ in range(data.draw(st.integers(1, 12))):
+        assert seen.mask(tokens, 10).nonzero().squeeze(1).tolist() == sorted(set(tokens))
+        match data.draw(st.sampled_from(["grow", "cut", "fork"])):
+            case "grow":
+                tokens += data.draw(st.lists(st.integers(0, 9), max_size=3))
+            case "cut":  # as after a rollback: what stays, then another token
+                del tokens[data.draw(st.integers(0, len(tokens) - 1)) :]
+                tokens.append(data.draw(st.integers(0, 9)))
+            case "fork":
+                tokens = [*tokens, data.draw(st.integers(0, 9))]
+
+
 def test_logprobs_are_a_log_softmax_before_every_filter() -> None:
     logits = torch.tensor([[0.5, 2.0, -1.0, 1.0]])
     sampling = Sampling(temperature=0.2, top_k=1, repetition_penalty=9.0, seed=1, logprobs=2)
@@ -131,7 +177,51 @@ def test_logprobs_are_a_log_softmax_before_every_filter() -> None:
     assert without.logprobs is not None and not without.logprobs.top and without.logprobs.chosen.token_id == 1
 
 
+def test_the_most_likely_others_come_in_order_of_ids_when_equal() -> None:
+    for size in (30, 5000):
+        logits = torch.zeros(1, size)
+        logits[0, size // 2] = 1.0
+        (drawn,) = sample(logits, [Draw(Sampling(logprobs=20), [1])])
+        assert drawn.logprobs is not None
+        rest = [i for i in range(size) if i != size // 2]
+        assert [t.token_id for t in drawn.logprobs.top] == [size // 2, *rest[:19]]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_broken_logits_are_a_bug_not_a_token(bad: float) -> None:
     with pytest.raises(InternalError, match="row 1"):
         sample(torch.tensor([[1.0, 2.0], [bad, 1.0]]), [Draw(Sampling(), [0]), Draw(Sampling(), [0])])
+
+
+TINIEST = 5e-324
+LARGEST = 3.4e38  # near float32's end, as a model's logits may be without being infinite
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [1.0, 2.0, -3.0, 0.0, 2.0],
+        [LARGEST, -LARGEST, 0.0, 1e-45, LARGEST],
+        [-LARGEST] * 5,
+        [0.0] * 5,
+        [3.0, float("-inf"), float("-inf"), 2.0, 1.0],
+    ],
+)
+def test_the_corners_of_every_range_draw_a_token(logits: list[float]) -> None:
+    corners = itertools.product(
+        (0.0, TINIEST, 1e-310, sys.float_info.min, 1e-40, 1.0, 100.0),  # temperature
+        (0, 1, 2, 2**32 - 1),  # top_k
+        (TINIEST, 0.5, 1.0),  # top_p
+        (0.0, TINIEST, 0.5, 1.0),  # min_p
+        (0.01, 1.0, 100.0),  # repetition_penalty
+        (0, 2**64 - 1),  # seed
+    )
+    rows = []
+    for temperature, top_k, top_p, min_p, penalty, seed in corners:
+        sampling = Sampling(temperature, top_k, top_p, min_p, penalty, seed)
+        rows.append((sampling, Draw(sampling, [0, 2])))
+    drawn = sample(torch.tensor([logits] * len(rows)), [d for _, d in rows])
+    for (sampling, _), result in zip(rows, drawn, strict=True):
+        assert logits[result.token_id] > float("-inf"), sampling
+        if sampling.temperature <= 1e-40 and sampling.repetition_penalty == 1.0:
+            assert logits[result.token_id] == max(logits), sampling

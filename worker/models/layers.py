@@ -13,12 +13,30 @@ from protos.errors import ModelError
 
 Tiles = tuple[tuple[int, int], ...]
 
+ONE_THREAD_ELEMENTS = 32767
+"""ATen leaves an elementwise operation to one thread below its grain (at::internal::GRAIN_SIZE, 32768 elements)."""
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
     """x [R, in] @ weight [out, in]^T + bias [out] -> [R, out], one product per tile of rows."""
     if len(tiles) == 1:
         return F.linear(x, weight, bias)
     return torch.cat([F.linear(x[first:end], weight, bias) for first, end in tiles])
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, deterministic: bool) -> torch.Tensor:
+    """silu(gate) * up of [R, I] each -> [R, I], new (Shazeer 2020, "GLU Variants Improve Transformer").
+
+    ``deterministic``: in pieces of whole rows, small enough for one thread. ATen cuts larger tensors between threads at
+    any element, and computes what a thread's share leaves over of a vector register by another exp.
+    """
+    if not deterministic:
+        return F.silu(gate) * up
+    out = gate.new_empty(gate.shape)
+    step = max(1, ONE_THREAD_ELEMENTS // gate.shape[-1])
+    for a in range(0, len(gate), step):
+        torch.mul(F.silu(gate[a : a + step]), up[a : a + step], out=out[a : a + step])
+    return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -225,7 +225,8 @@ class Llama:
         x = x + layers.linear(attended.reshape(len(x), -1), layer.o, layer.o_bias, batch.tiles)
         normed = rms_norm(x, layer.post_norm, self.config.norm_eps)
         gate, up = layers.linear(normed, layer.gate_up, layer.gate_up_bias, batch.tiles).chunk(2, dim=-1)
-        return x + layers.linear(F.silu(gate) * up, layer.down, layer.down_bias, batch.tiles)
+        gated = layers.swiglu(gate, up, deterministic=batch.deterministic)
+        return x + layers.linear(gated, layer.down, layer.down_bias, batch.tiles)
 
     def logits(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [S, hidden] -> [S, vocab_size] float32."""

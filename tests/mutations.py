@@ -1,0 +1,282 @@
+"""Break the code on purpose and see that a named test fails: `python -m tests.mutations [NAME ...]`.
+
+Each mutation is applied to a temporary copy of the packages and tests that it needs; the working tree is not touched.
+Its tests must pass on the unchanged copy and fail on the changed one. A mutation with a reason in `survives` is
+expected to pass: the reason says why no test can or should see it. The result is the table of tests/MUTATIONS.md;
+--write puts it there. Exit status: 0 when every mutation did what it is listed to do, else 1.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("kernels", "protos", "tests/kernels", "tests/conftest.py", "pyproject.toml")
+DOCUMENT = ROOT / "tests" / "MUTATIONS.md"
+MARK = "<!-- written by python -m tests.mutations --write -->"
+
+
+class Mutation(NamedTuple):
+    """Textual edits; each `old` occurs exactly once in its file (tests/kernels/test_mutations.py watches that)."""
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]  # file, old, new
+    tests: tuple[str, ...]  # at least one test of each must fail
+    survives: str = ""  # why it is expected to pass
+
+
+TABLES, ROTATION, BITPACK = "kernels/tables.py", "kernels/rotation.py", "kernels/bitpack.py"
+CODEC, FP8, LAYOUT, REPORT = "kernels/turboquant.py", "kernels/fp8.py", "kernels/layout.py", "kernels/codec_report.py"
+TEST_TABLES, TEST_CODEC = "tests/kernels/test_tables.py::", "tests/kernels/test_turboquant.py::"
+TEST_ON_CPU = "tests/kernels/test_turboquant_on_cpu.py::"
+TEST_FP8, TEST_LAYOUT = "tests/kernels/test_fp8.py::", "tests/kernels/test_layout.py::"
+TEST_REPORT = "tests/kernels/test_codec_report.py::"
+CUBINS, ARCHIVE, TEST_ARCHIVE = "kernels/cubins.py", "kernels/archive.py", "tests/kernels/test_archive.py::"
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        "drop the signs",
+        ((ROTATION, "torch.from_numpy(signs(width))", "torch.ones(width)"),),
+        (TEST_CODEC + "test_constant_rows_need_the_signs", TEST_CODEC + "test_rotation_is_d_h_d"),
+    ),
+    Mutation(
+        "drop the norm correction",
+        ((CODEC, "short / chosen * _power_of_two(exponent)", "short * _power_of_two(exponent)"),),
+        (TEST_CODEC + "test_the_corrected_scale_is_stored",),
+    ),
+    Mutation(
+        "swap nibbles, in the writer only",
+        ((BITPACK, "codes[0::2] | codes[1::2] << 4", "codes[1::2] | codes[0::2] << 4"),),
+        (TEST_CODEC + "test_presets_stay_within_the_papers_bound",),
+    ),
+    Mutation(
+        "swap nibbles, in writer and reader alike",
+        (
+            (BITPACK, "codes[0::2] | codes[1::2] << 4", "codes[1::2] | codes[0::2] << 4"),
+            (BITPACK, "columns >> bits * j &", "columns >> bits * (1 - j if bits == 4 else j) &"),
+        ),
+        (
+            TEST_CODEC + "test_records_equal_a_plain_decoder_byte_by_byte",
+            TEST_CODEC + "test_nibbles_and_groups_lie_where_the_format_says",
+        ),
+    ),
+    Mutation(
+        "shift a boundary by one cell",
+        ((CODEC, "for boundary in table.boundaries:", "for boundary in table.boundaries[1:]:"),),
+        (TEST_CODEC + "test_codes_are_the_nearest_values", TEST_CODEC + "test_ties_go_to_the_upper_cell"),
+    ),
+    Mutation(
+        "exponent (d-1)/2",
+        (
+            (TABLES, "np.cos(nodes) ** (d - 2)", "np.cos(nodes) ** d"),
+            (TABLES, "(d - 1) / 2 * np.log1p", "(d + 1) / 2 * np.log1p"),
+            (TABLES, "- logs[..., :-1]) / (d - 1)", "- logs[..., :-1]) / (d + 1)"),
+            (TABLES, "(1 - edges**2) ** ((d - 3) / 2)", "(1 - edges**2) ** ((d - 1) / 2)"),
+        ),
+        (
+            TEST_TABLES + "test_codebooks_fit_random_vectors_and_no_other_exponent",
+            TEST_TABLES + "test_codebooks_equal_the_published_digits",
+            TEST_REPORT + "test_distortion_within_two_percent",
+            TEST_TABLES + "test_everything_checked_in_is_what_the_generator_writes",
+        ),
+    ),
+    Mutation(
+        "exponent (d-1)/2 in Newton's derivative only",
+        ((TABLES, "(1 - edges**2) ** ((d - 3) / 2)", "(1 - edges**2) ** ((d - 1) / 2)"),),
+        (TEST_TABLES + "test_codebooks_are_stationary_to_1e_9",),
+    ),
+    Mutation(
+        "ties go away from zero below it",
+        ((CODEC, ".sub_(negative.view(torch.uint8))", ""),),
+        (TEST_CODEC + "test_ties_go_to_the_upper_cell",),
+    ),
+    Mutation(
+        "a sign bit for -0",
+        ((CODEC, "negative = y < 0", "negative = y.signbit()"),),
+        (TEST_CODEC + "test_a_rotated_unit_vector_hits_zero_exactly_and_codes_it_positive",),
+    ),
+    Mutation(
+        "no zero threshold",
+        ((CODEC, "ZERO_NORM = 1e-10", "ZERO_NORM = 0.0"),),
+        (TEST_CODEC + "test_zero_rows_are_exact",),
+    ),
+    Mutation(
+        "no amax prescale",
+        ((CODEC, "clamp_(-100, 124)", "clamp_(0, 0)"),),
+        (TEST_CODEC + "test_every_finite_row_up_to_1e37_comes_back_finite",),
+    ),
+    Mutation(
+        "no check for NaN and infinity",
+        ((CODEC, "    check_finite(rows)\n", ""),),
+        (TEST_CODEC + "test_rows_that_are_not_finite_are_named",),
+    ),
+    Mutation(
+        "largest norm per part instead of per row",
+        ((CODEC, "+= (norm / MAX_NORM).square()", "= (norm / MAX_NORM).square()"),),
+        (TEST_CODEC + "test_rows_beyond_1e37_are_named",),
+    ),
+    Mutation(
+        "no clamp to f16's range",
+        ((CODEC, "            x.clamp_(-largest, largest)\n", "            pass\n"),),
+        (TEST_CODEC + "test_the_largest_f16_row_comes_back_finite",),
+    ),
+    Mutation(
+        "butterflies in the other order",
+        (
+            (ROTATION, "    distance = 1\n", "    distance = width // 2\n"),
+            (ROTATION, "    while distance < width:", "    while distance >= 1:"),
+            (ROTATION, "        distance *= 2\n", "        distance //= 2\n"),
+        ),
+        (TEST_ON_CPU + "test_pack_and_unpack_equal_the_reference_bit_for_bit",),
+    ),
+    Mutation(
+        "norm by torch's own sum",
+        ((CODEC, "    while squares.shape[0] > 1:", "    squares = squares.sum(0, keepdim=True)\n    while False:"),),
+        (
+            TEST_CODEC + "test_a_row_does_not_depend_on_its_neighbours",
+            TEST_ON_CPU + "test_pack_and_unpack_equal_the_reference_bit_for_bit",
+        ),
+    ),
+    Mutation(
+        "3-bit groups of ten without their last bytes' zeros",
+        ((BITPACK, "padded = torch.zeros(", "padded = torch.ones("),),
+        (TEST_CODEC + "test_records_equal_a_plain_decoder_byte_by_byte",),
+    ),
+    Mutation(
+        "V4 scale one power of two too large at 7/8 of a power",
+        ((FP8, "> 0x600000", ">= 0x600000"),),
+        (TEST_FP8 + "test_v4_scale_is_exact_at_every_bf16",),
+    ),
+    Mutation(
+        "page padding keeps old bytes",
+        ((LAYOUT, "planes.region.heads * planes.head_bytes] = 0", "0] = 0"),),
+        (TEST_LAYOUT + "test_planes_are_aligned_disjoint_and_converters_inverse",),
+    ),
+    Mutation(
+        "planes without alignment",
+        ((LAYOUT, "PLANE_ALIGNMENT = 128", "PLANE_ALIGNMENT = 64"),),
+        (TEST_LAYOUT + "test_planes_are_aligned_disjoint_and_converters_inverse",),
+    ),
+    Mutation(
+        "report: the QJL stage contributes nothing",
+        ((REPORT, "coarse + qjl * residual", "coarse + 0 * qjl * residual"),),
+        (TEST_REPORT + "test_the_unbiased_variant_is_unbiased_and_noisier",),
+    ),
+    Mutation(
+        "leave one arch out of an archive",
+        (
+            (
+                CUBINS,
+                "for arch in arches for cell in dict.fromkeys(cells)",
+                "for arch in arches[:-1] for cell in dict.fromkeys(cells)",
+            ),
+        ),
+        (TEST_ARCHIVE + "test_the_whole_archive_passes_and_is_described",),
+    ),
+    Mutation(
+        "an arch that was left out is not missed",
+        ((ARCHIVE, "Finding(cell, arch, Status.MISSING,", "Finding(cell, arch, Status.OBSERVED,"),),
+        (TEST_ARCHIVE + "test_an_arch_left_out_is_a_failure", TEST_ARCHIVE + "test_one_cell_left_out_is_a_failure"),
+    ),
+    Mutation(
+        "an empty listing passes",
+        (
+            (
+                ARCHIVE,
+                'Finding(cell, arch, Status.UNANSWERED, f"{INSPECTOR} printed no kernel',
+                'Finding(cell, arch, Status.OBSERVED, f"{INSPECTOR} printed no kernel',
+            ),
+        ),
+        (TEST_ARCHIVE + "test_an_empty_listing_is_no_answer",),
+    ),
+    Mutation(
+        "an empty listing counts as a missing kernel",
+        (
+            (
+                ARCHIVE,
+                'Finding(cell, arch, Status.UNANSWERED, f"{INSPECTOR} printed no kernel',
+                'Finding(cell, arch, Status.WRONG, f"{INSPECTOR} printed no kernel',
+            ),
+        ),
+        (TEST_ARCHIVE + "test_an_empty_listing_is_no_answer",),
+    ),
+    Mutation(
+        "the arch is believed from the file's name",
+        ((ARCHIVE, "sorted({facts.arch for facts in kernels} - {arch})", "sorted({arch} - {arch})"),),
+        (TEST_ARCHIVE + "test_a_file_name_is_not_believed",),
+    ),
+)
+
+
+def copy_tree(target: Path) -> None:
+    """The packages and tests that mutations need, without caches."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target / name)
+
+
+def apply(mutation: Mutation, root: Path) -> None:
+    """Edit the copy under `root`. Raises ValueError where an edit no longer fits the source."""
+    for file, old, new in mutation.edits:
+        text = (root / file).read_text()
+        if text.count(old) != 1:
+            raise ValueError(f"{mutation.name}: {old!r} occurs {text.count(old)} times in {file}")
+        (root / file).write_text(text.replace(old, new))
+
+
+def failing(root: Path, tests: tuple[str, ...]) -> list[str]:
+    """Which of `tests` fail in the copy. Raises RuntimeError where pytest could not say (no test, a usage error)."""
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=no", "-rfE", *tests]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
+    if run.returncode not in (0, 1):
+        raise RuntimeError(f"pytest could not run {tests}:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
+    failed = {line.split()[1].split("[")[0] for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))}
+    return [test for test in tests if test in failed]
+
+
+def outcome(mutation: Mutation) -> str:
+    """One row of the table; `main` has checked that the tests pass on the unchanged code."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        copy_tree(root)
+        apply(mutation, root)
+        caught = failing(root, mutation.tests)
+    tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in mutation.tests)
+    if mutation.survives:
+        ok, what = not caught, f"survives: {mutation.survives}"
+    else:
+        ok, what = len(caught) == len(mutation.tests), "caught"
+    if not ok:
+        what = f"UNEXPECTED: caught by {caught}"
+    return f"| {mutation.name} | {tests} | {what} |"
+
+
+def main(arguments: list[str]) -> int:
+    names = [a for a in arguments if not a.startswith("--")]
+    chosen = [m for m in MUTATIONS if not names or m.name in names]
+    with tempfile.TemporaryDirectory() as name:
+        copy_tree(Path(name))
+        broken = failing(Path(name), tuple(dict.fromkeys(test for m in chosen for test in m.tests)))
+    if broken or not chosen:
+        print(f"these fail without any mutation: {broken}" if broken else f"no mutation is called {names}")
+        return 1
+    rows = ["| mutation | named tests | outcome |", "|---|---|---|"]
+    for mutation in chosen:
+        rows.append(outcome(mutation))
+        print(rows[-1], flush=True)
+    if "--write" in arguments and not names:
+        DOCUMENT.write_text(DOCUMENT.read_text().split(MARK)[0] + "\n".join([MARK, "", *rows, ""]))
+    return int(any("UNEXPECTED" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""What the service does where a real process is hard to bring: slow allocations, lost callers, broken invariants."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.answers import Admitted
+from kvstore.device import Device, DeviceSpec, NewSequence
+from kvstore.fd_server import FdServer
+from kvstore.geometry import CacheGeometry, LayerGroup, Region
+from kvstore.pages import PageState
+from kvstore.service import KvStoreService
+from protos import kvstore_pb2
+from protos.errors import InternalError, PreconditionFailed, Unavailable
+
+GEOMETRY = CacheGeometry((LayerGroup("full", (Region(0, "k", 1, 16, "float32"),)),))
+SPEC = DeviceSpec("cpu:0", GEOMETRY, 8 * GEOMETRY.groups[0].page_bytes, 2, 256, b"w")
+CONTEXT: Any = None
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[KvStoreService]:
+    made = KvStoreService(FdServer(tmp_path / "fds"), incarnation="test")
+    yield made
+    made.close()
+
+
+def slow_allocation(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
+    real = Device.allocate
+
+    def allocate(spec: DeviceSpec) -> Device:
+        time.sleep(seconds)
+        return real(spec)
+
+    monkeypatch.setattr(Device, "allocate", staticmethod(allocate))
+
+
+async def test_a_device_that_is_being_made_is_busy(service: KvStoreService, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_allocation(monkeypatch)
+    results = await asyncio.gather(*(service._attach(SPEC, f"w{i}") for i in range(3)), return_exceptions=True)
+    assert [getattr(r, "worker_id", None) or getattr(r, "reason", None) for r in results] == [
+        "w0",
+        "DEVICE_BUSY",
+        "DEVICE_BUSY",
+    ]
+
+
+async def test_devices_made_at_the_same_time_share_the_memory_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_allocation(monkeypatch)
+    limited = KvStoreService(FdServer(tmp_path / "fds"), incarnation="test", memory_limit=2 * SPEC.num_bytes)
+    specs = [replace(SPEC, device=f"cpu:{i}") for i in range(3)]
+    results = await asyncio.gather(*(limited._attach(spec, "w") for spec in specs), return_exceptions=True)
+    assert [getattr(r, "reason", "attached") for r in results] == ["attached", "attached", "NOT_ENOUGH_MEMORY"]
+    assert sum(device.spec.num_bytes for device in limited._devices.values()) <= 2 * SPEC.num_bytes
+    limited.close()
+
+
+async def test_a_caller_that_leaves_meanwhile_leaves_the_memory_to_the_next(
+    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_allocation(monkeypatch)
+    first = asyncio.create_task(service._attach(SPEC, "gone"))
+    await asyncio.sleep(0.05)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    with pytest.raises(PreconditionFailed):
+        await service._attach(SPEC, "early")
+    while service._attaching:
+        await asyncio.sleep(0.01)
+    kept = service._devices["cpu:0"]
+    attached = await service._attach(SPEC, "next")
+    assert attached.device is kept
+
+
+async def test_a_store_that_stops_meanwhile_attaches_nobody(
+    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_allocation(monkeypatch)
+    first = asyncio.create_task(service._attach(SPEC, "late"))
+    await asyncio.sleep(0.05)
+    service.revoke_all("test")
+    with pytest.raises(Unavailable) as caught:
+        await first
+    assert caught.value.reason == "STOPPING"
+    with pytest.raises(Unavailable):
+        await service._attach(SPEC, "later")
+
+
+async def test_a_failed_allocation_frees_the_name(service: KvStoreService, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(spec: DeviceSpec) -> Device:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Device, "allocate", staticmethod(allocate))
+        with pytest.raises(MemoryError):
+            await service._attach(SPEC, "first")
+    assert (await service._attach(SPEC, "second")).worker_id == "second"
+
+
+async def test_a_holder_that_is_not_visible_keeps_its_memory(service: KvStoreService) -> None:
+    # Another pid namespace: the store cannot see when it is gone, so the next worker gets memory of its own.
+    attached = await service._attach(SPEC, "hidden")
+    attached.taken_by(0)
+    service._detach(attached, "lost", goodbye=False)
+    assert (await service._attach(SPEC, "next")).device is not attached.device
+
+
+async def test_a_broken_invariant_fails_the_store(service: KvStoreService) -> None:
+    attached = await service._attach(SPEC, "w")
+    (result,) = attached.device.open([NewSequence("r", "", [1], 200, b"")])
+    assert isinstance(result, Admitted)
+    attached.device.reserve([(result.slot, 200, 1)])
+    attached.device.table.groups["full"]._state[0] = PageState.FREE
+    assert not service.failed.is_set()
+    with pytest.raises(InternalError, match="page 0 is FREE"):
+        await service.Release(kvstore_pb2.ReleaseRequest(epoch=attached.epoch, slots=[result.slot]), CONTEXT)
+    assert service.failed.is_set()
+
+
+async def test_an_invariant_that_breaks_in_a_detach_fails_the_store(
+    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise InternalError("the tables are at odds")
+
+    attached = await service._attach(SPEC, "w")
+    monkeypatch.setattr(attached.device, "release_all", broken)
+    with pytest.raises(InternalError):
+        service._detach(attached, "test", goodbye=True)
+    assert service.failed.is_set()
+    assert not service._attached, "nobody holds the device any more"
+
+
+async def test_mistakes_of_a_caller_do_not_fail_the_store(service: KvStoreService) -> None:
+    attached = await service._attach(SPEC, "w")
+    with pytest.raises(Exception, match="no such sequence"):
+        await service.Release(kvstore_pb2.ReleaseRequest(epoch=attached.epoch, slots=[1]), CONTEXT)
+    assert not service.failed.is_set()
+
+
+async def test_epochs_grow(service: KvStoreService, tmp_path: Path) -> None:
+    epochs = []
+    for _ in range(3):
+        attached = await service._attach(SPEC, "w")
+        epochs.append(attached.epoch)
+        service._detach(attached, "test", goodbye=True)
+    assert epochs == sorted(set(epochs))
+    await asyncio.sleep(0.01)
+    later = KvStoreService(FdServer(tmp_path / "other"), incarnation="later")
+    assert (await later._attach(SPEC, "w")).epoch > epochs[-1]
+    later.close()

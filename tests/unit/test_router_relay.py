@@ -1,0 +1,121 @@
+"""Corners of a relay that need an exact order of events."""
+
+from __future__ import annotations
+
+import pytest
+
+from protos import types_pb2, worker_pb2
+from protos.errors import InternalError, WorkerLost
+from router import relay as relay_module
+from router.detokenizer import Detokenizer, TokenBytes
+from router.relay import Relay
+
+TOKENS = TokenBytes(tuple(bytes([byte]) for byte in range(256)))
+
+
+def make(*stop_strings: str) -> tuple[Relay, list[str]]:
+    """A relay whose tokens are bytes, and what it asked of the worker."""
+    asked: list[str] = []
+    made = Relay(
+        "r",
+        "w",
+        num_prompt_tokens=3,
+        detokenizer=Detokenizer(TOKENS),
+        stop_strings=stop_strings,
+        abort=lambda: asked.append("abort"),
+    )
+    return made, asked
+
+
+def output(offset: int, data: bytes = b"", finish: types_pb2.FinishReason.ValueType = 0) -> worker_pb2.SequenceOutput:  # type: ignore[assignment]
+    return worker_pb2.SequenceOutput(request_id="r", token_offset=offset, token_ids=list(data), finish_reason=finish)
+
+
+async def test_chunks_gather_while_nobody_reads() -> None:
+    relay, _ = make()
+    for position in range(100):
+        relay.feed(output(position, b"x"))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert (chunk.text, chunk.token_offset, len(chunk.token_ids)) == ("x" * 100, 0, 100)
+
+
+async def test_an_answer_that_is_complete_stays_complete_when_the_worker_dies() -> None:
+    relay, asked = make("STOP")
+    relay.feed(output(0, b"one STOP two"))
+    assert asked == ["abort"]
+    relay.fail(WorkerLost("gone"))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert (chunk.text, chunk.stop_string) == ("one ", "STOP")
+    assert chunk.finish_reason == types_pb2.FINISH_REASON_STOP_STRING
+    assert chunk.usage.output_tokens == len("one STOP")
+    assert await relay.next_chunk() is None
+
+
+async def test_the_stop_string_in_the_last_output_needs_no_abort() -> None:
+    relay, asked = make("STOP")
+    relay.feed(output(0, b"one STOP", types_pb2.FINISH_REASON_LENGTH))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert chunk.finish_reason == types_pb2.FINISH_REASON_STOP_STRING
+    assert asked == []
+
+
+async def test_text_before_an_error_comes_first() -> None:
+    relay, _ = make()
+    relay.feed(output(0, b"one"))
+    relay.fail(WorkerLost("gone"))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert (chunk.text, chunk.finish_reason) == ("one", types_pb2.FINISH_REASON_UNSPECIFIED)
+    with pytest.raises(WorkerLost):
+        await relay.next_chunk()
+
+
+async def test_tokens_after_a_gap_are_not_shown() -> None:
+    relay, asked = make()
+    relay.feed(output(0, b"a"))
+    relay.feed(output(2, b"c"))
+    relay.feed(output(1, b"b"))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert chunk.text == "a"
+    with pytest.raises(InternalError):
+        await relay.next_chunk()
+    assert asked == ["abort"]
+
+
+async def test_cancel_is_said_in_the_last_chunk_even_without_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "SETTLE_S", 0.01)
+    relay, asked = make()
+    relay.feed(output(0, b"a"))
+    relay.cancel()
+    relay.cancel()
+    relay.feed(output(1, b"b"))  # sent before the worker knew
+    chunks = [await relay.next_chunk(), await relay.next_chunk()]
+    assert [chunk.text for chunk in chunks if chunk] == ["a", ""]
+    assert chunks[-1] is not None
+    assert chunks[-1].finish_reason == types_pb2.FINISH_REASON_ABORTED
+    assert chunks[-1].usage.output_tokens == 1
+    assert asked == ["abort"]
+
+
+async def test_a_worker_lost_after_a_cancel_takes_no_text_along() -> None:
+    relay, _ = make("lo and behold")
+    relay.feed(output(0, b"hello"))
+    relay.cancel()
+    relay.fail(WorkerLost("gone"))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert (chunk.text, bytes(chunk.token_ids)) == ("hello", b"hello")
+    assert chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
+    assert await relay.next_chunk() is None
+
+
+async def test_a_replacement_character_at_the_end_can_complete_a_stop_string() -> None:
+    relay, _ = make("a\ufffd")
+    relay.feed(output(0, b"xa\xe6\x97", types_pb2.FINISH_REASON_LENGTH))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert (chunk.text, chunk.finish_reason) == ("x", types_pb2.FINISH_REASON_STOP_STRING)

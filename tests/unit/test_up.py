@@ -1,0 +1,178 @@
+"""`tailpack up` before and around the cluster: settings refused before anything starts, and which signals end it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import ConfigError, ModelError
+from tests.unit.tiny import write_model
+from worker.cluster_config import ClusterConfig
+from worker.up import check_ready_file
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = write_model(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def config(model: Path, **settings: Any) -> ClusterConfig:
+    return ClusterConfig.of(model=str(model), listen="127.0.0.1:0", **settings)
+
+
+def test_settings_are_refused_before_anything_starts(model: Path) -> None:
+    assert config(model, kv_bytes=8 << 20, max_sequence_tokens=1024).kv_bytes == 8 << 20
+    for kv_bytes in (0, 1, 1 << 16):
+        with pytest.raises(ConfigError, match="kv_bytes"):
+            config(model, kv_bytes=kv_bytes)
+    with pytest.raises(ConfigError, match="max_sequence_tokens"):
+        config(model, max_sequence_tokens=99999)
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        config(model)
+
+
+def test_a_bad_config_json_is_refused_before_anything_starts(model: Path) -> None:
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**raw, "rms_norm_eps": -1}))
+    with pytest.raises(ModelError, match="rms_norm_eps"):
+        config(model)
+
+
+def test_a_ready_file_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    check_ready_file(tmp_path / "r.json")
+    assert list(tmp_path.iterdir()) == []
+    for bad in (tmp_path / "none" / "r.json", Path("/proc/r.json")):
+        with pytest.raises(ConfigError, match=str(bad)):
+            check_ready_file(bad)
+
+
+# A cluster that takes a while to stop, and writes down how it ended.
+SUPERVISED = """
+import sys, time, pathlib
+from types import SimpleNamespace
+from rich.console import Console
+from worker.up import Interrupted, interruptible
+folder = pathlib.Path(sys.argv[1])
+cluster = SimpleNamespace(stopping=False, console=Console(), folder=folder / "none")
+with interruptible(cluster):
+    try:
+        (folder / "there").touch()
+        while True:
+            time.sleep(0.05)
+    except Interrupted:
+        (folder / "stopping").touch()
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            cluster.console.print("stopping ...")
+            time.sleep(0.05)
+(folder / "orderly").touch()
+"""
+
+
+def start(folder: Path, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", SUPERVISED, str(folder)], **options)
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, file
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_and_its_echo_are_one_wish(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, stdout=subprocess.DEVNULL)
+    wait_for(tmp_path / "there")
+    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)  # at once, as `timeout` sends it to the process and to its group
+    assert process.wait(60) == 0 and (tmp_path / "orderly").exists()
+
+
+def test_a_later_signal_ends_everything(tmp_path: Path) -> None:
+    process = start(tmp_path, stdout=subprocess.DEVNULL)
+    wait_for(tmp_path / "there")
+    process.send_signal(signal.SIGINT)
+    wait_for(tmp_path / "stopping")
+    time.sleep(0.8)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130 and not (tmp_path / "orderly").exists()
+
+
+def test_a_terminal_that_is_gone_ends_it_in_order(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = start(
+        tmp_path,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    wait_for(tmp_path / "there")
+    os.close(ours)
+    assert process.wait(60) == 0 and (tmp_path / "orderly").exists()
+
+
+def test_nohup_keeps_it_running(tmp_path: Path) -> None:
+    process = start(
+        tmp_path, stdout=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    )
+    wait_for(tmp_path / "there")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+
+
+TWO_SIGNALS = """
+import os, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from rich.console import Console
+from worker.cluster import Interrupted
+from worker.up import SAME_WISH_S, interruptible
+
+folder, ready_file = map(Path, sys.argv[1:])
+cluster = SimpleNamespace(stopping=False, console=Console(), folder=folder)
+with interruptible(cluster, ready_file):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(20)
+    except Interrupted:
+        time.sleep(SAME_WISH_S + 0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(20)
+"""
+
+
+def test_a_second_ctrl_c_leaves_neither_folder_nor_ready_file(tmp_path: Path) -> None:
+    folder, ready_file = tmp_path / "cluster", tmp_path / "ready.json"
+    folder.mkdir()
+    ready_file.write_text("{}")
+    ended = subprocess.run(
+        [sys.executable, "-c", TWO_SIGNALS, str(folder), str(ready_file)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 130, ended.stderr
+    assert not folder.exists()
+    assert not ready_file.exists()

@@ -1,0 +1,366 @@
+"""A cluster on this machine: kvstore, Ray, workers and router, and their orderly end.
+
+Started in this order; stopped as router (running answers may end), workers, Ray, kvstore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import psutil
+from rich.console import Console
+
+from protos import router_pb2, router_pb2_grpc, rpc, worker_pb2, worker_pb2_grpc
+from protos.errors import CapacityError, ModelError, PreconditionFailed, TailpackError, Unavailable
+from worker.child import STARTING, Child, ChildDied, kill_descendants, last_problem
+from worker.cluster_config import ClusterConfig, arena_bytes_of
+
+OBJECT_STORE_BYTES = 80 << 20  # Ray's own; the least it takes. Nothing of ours goes through it
+START_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 600.0  # weights of gigabytes from a cold disk
+ANSWER_TIMEOUT_S = 2.0
+MAX_FAILED_STARTS = 5  # in a row, of a worker that Ray restarts; then the cluster gives up
+
+
+class Interrupted(BaseException):
+    """The first Ctrl-C or SIGTERM, raised in the main thread while the cluster starts or runs."""
+
+
+class Cluster:
+    """A running cluster; a context manager. ``check`` tells when something broke."""
+
+    def __init__(self, config: ClusterConfig, console: Console) -> None:
+        self.config = config
+        self.console = console
+        self.folder = Path(tempfile.mkdtemp(prefix="tp-"))  # short: socket paths end at 107 bytes
+        self.logs = self.folder / "logs"
+        self.router_address = ""
+        self.kv_socket = self.folder / "kvstore.sock"
+        self._kvstore: Child | None = None
+        self._router: Child | None = None
+        self._ray_started = False
+        self._ray_processes: _Watched | None = None
+        self._actors: list[Any] = []
+        self._workers: list[_Worker] = []
+        self._keep_logs = False
+        self.stopping = False
+
+    def __enter__(self) -> Cluster:
+        self.logs.mkdir()
+        try:
+            self._start()
+        except BaseException as error:
+            self._keep_logs = _needs_logs(error)
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._keep_logs = _needs_logs(error)
+        self.stop()
+
+    def describe(self) -> dict[str, Any]:
+        """Addresses and process ids, as the ready file has them."""
+        assert self._kvstore is not None and self._router is not None
+        return {
+            "router": self.router_address,
+            "workers": [worker.address for worker in self._workers],
+            "kvstore": str(self.kv_socket),
+            "logs": str(self.logs),
+            "pids": {
+                "supervisor": os.getpid(),
+                "kvstore": self._kvstore.pid,
+                "router": self._router.pid,
+                "workers": [worker.pid for worker in self._workers],
+            },
+        }
+
+    def check(self) -> None:
+        """Looks after everything once. Reports workers that Ray restarted.
+
+        Raises:
+            ChildDied: the kvstore, the router or Ray has ended, or a worker does not come back.
+        """
+        for child in (self._kvstore, self._router):
+            if child is not None and not child.running:
+                raise child.died()
+        if self._ray_processes is not None and (dead := self._ray_processes.dead()):
+            raise ChildDied(f"{dead} of Ray ended", hint=f"its logs: {self.folder}/session_latest/logs")
+        for worker in self._workers:
+            worker.look(self.console)
+
+    # --- up ---
+
+    def _start(self) -> None:
+        config = self.config
+        arena_bytes = arena_bytes_of(config)
+        with self._stage("kvstore") as done:
+            self._kvstore = Child(
+                "kvstore", ["kvstore", "serve", "--socket-dir", str(self.folder)], self.logs / "kvstore.log"
+            )
+            ready = self._kvstore.wait_ready(START_TIMEOUT_S)
+            self.kv_socket = Path(str(ready["socket"]).removeprefix("unix:"))
+            done(f"unix:{self.kv_socket}")
+        with self._stage("Ray") as done:
+            self._start_ray()
+            done("local, without dashboard")
+        with self._stage("workers") as done:
+            self._start_workers(arena_bytes)
+            addresses, longest = ", ".join(w.address for w in self._workers), self._workers[0].max_sequence_tokens
+            done(f"{addresses}; {config.name}, {arena_bytes >> 20} MiB of KV each, sequences of up to {longest} tokens")
+        with self._stage("router") as done:
+            arguments = ["router", "serve", "--listen", config.listen, "--model-dir", str(config.model)]
+            arguments += ["--drain-s", str(config.drain_s)]
+            for worker in self._workers:
+                arguments += ["--worker", worker.address]
+            self._router = Child("router", arguments, self.logs / "router.log")
+            self.router_address = str(self._router.wait_ready(START_TIMEOUT_S)["address"])
+            self._wait_router_ready()
+            done(self.router_address)
+
+    def _start_ray(self) -> None:
+        # Explicit, whatever the caller's shell says: a local cluster needs no token file in the home folder, and a
+        # product does not report usage.
+        os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+        import ray
+
+        before = {child.pid for child in (self._kvstore, self._router) if child is not None}
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._ray_started = True
+        try:
+            ray.init(
+                address="local",
+                namespace="tailpack",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level="WARNING",
+                _temp_dir=str(self.folder),
+            )
+        except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as failure:
+            raise Unavailable("Ray does not start", reason="RAY_NOT_STARTED", hint=str(failure)) from failure
+        finally:
+            for number, handler in handlers.items():  # Ray takes SIGTERM for itself
+                signal.signal(number, handler)
+        # What Ray would print itself of every worker that dies: a kilobyte that does not say why. _Worker.look does.
+        ray._private.worker._worker_logs_enabled = False
+        self._ray_processes = _Watched(exclude=before)
+
+    def _start_workers(self, arena_bytes: int) -> None:
+        import ray
+
+        from worker import actor
+
+        log_files = [self.logs / f"worker-{index}.log" for index in range(self.config.workers)]
+        for index, log_file in enumerate(log_files):
+            worker_config = self.config.worker(index, self.kv_socket, arena_bytes)
+            self._actors.append(
+                actor.create(worker_config, _free_address(), drain_s=self.config.drain_s, log_file=log_file)
+            )
+        deadline = time.monotonic() + LOAD_TIMEOUT_S
+        answers = [handle.ready.remote() for handle in self._actors]
+        waiting = list(answers)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=0.5)
+            for answer in done:
+                _started(answer, log_files[answers.index(answer)])
+            if self._kvstore is not None and not self._kvstore.running:
+                raise self._kvstore.died()
+            if time.monotonic() > deadline:
+                raise Unavailable("workers are not ready", reason="START_TIMEOUT", given=f"{LOAD_TIMEOUT_S:g} s")
+        self._workers = [
+            _Worker(_started(answer, log_file), log_file) for answer, log_file in zip(answers, log_files, strict=True)
+        ]
+
+    def _wait_router_ready(self) -> None:
+        """Until the router has a worker: the first request must not be refused.
+
+        Raises:
+            ModelError: WORKER_REFUSED, the router does not take a worker; it would not later either.
+        """
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with rpc.sync_channel(self.router_address) as channel:
+            stub, router = health_pb2_grpc.HealthStub(channel), router_pb2_grpc.RouterStub(channel)
+            request = health_pb2.HealthCheckRequest(service="tailpack.v1.Router")
+            while time.monotonic() < deadline:
+                with contextlib.suppress(grpc.RpcError):
+                    if stub.Check(request, timeout=ANSWER_TIMEOUT_S).status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                    for worker in router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=ANSWER_TIMEOUT_S).workers:
+                        if worker.state == "refused":
+                            raise ModelError(
+                                "the router does not take a worker", reason="WORKER_REFUSED", given=worker.why
+                            )
+                assert self._router is not None
+                if not self._router.running:
+                    raise self._router.died()
+                time.sleep(0.05)
+        raise Unavailable("the router finds no worker", reason="START_TIMEOUT", hint=f"its log: {self.logs}/router.log")
+
+    @contextlib.contextmanager
+    def _stage(self, name: str) -> Iterator[Any]:
+        started = time.monotonic()
+        with self.console.status(f"starting {name} ...") if self.console.is_terminal else contextlib.nullcontext():
+            if not self.console.is_terminal:
+                self.console.print(f"starting {name} ...", highlight=False)
+            yield lambda what: self.console.print(
+                f"[green]✓[/] {name:<8} {what}  [dim]({time.monotonic() - started:.1f} s)[/]", soft_wrap=True
+            )
+
+    # --- down ---
+
+    def stop(self) -> None:
+        """Stops everything, each part whether or not the one before could be stopped. Leaves no process of ours."""
+        self.stopping = True
+        grace_s = self.config.drain_s + 5.0
+        self.console.print("stopping ... (Ctrl-C ends everything at once)", highlight=False)
+        with contextlib.ExitStack() as last_to_first:
+            last_to_first.callback(self._remove_folder)
+            last_to_first.callback(kill_descendants)  # what did not end by itself
+            if self._kvstore is not None:
+                last_to_first.callback(self._kvstore.stop, 5.0)
+            if self._ray_started:
+                last_to_first.callback(self._stop_ray)
+            if self._actors:
+                last_to_first.callback(self._stop_workers, grace_s)
+            if self._router is not None:
+                last_to_first.callback(self._router.stop, grace_s)
+
+    def _stop_workers(self, grace_s: float) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            return
+        if self._workers:  # else they never took a request
+            ends = [handle.stop.remote() for handle in self._actors]
+            ray.wait(ends, num_returns=len(ends), timeout=grace_s)
+        for handle in self._actors:
+            ray.kill(handle, no_restart=True)
+
+    def _stop_ray(self) -> None:
+        import ray
+
+        ray.shutdown()
+
+    def _remove_folder(self) -> None:
+        if self._keep_logs:
+            self.console.print(f"logs are kept in {self.logs}", highlight=False)
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _needs_logs(error: BaseException | None) -> bool:
+    """False where the message says it all: the caller's mistake, or a wish."""
+    return error is not None and not isinstance(error, Interrupted | PreconditionFailed | CapacityError)
+
+
+class _Watched:
+    """Direct children of this process that are there now, but for some: Ray's servers."""
+
+    def __init__(self, exclude: set[int]) -> None:
+        self._processes = [p for p in psutil.Process().children() if p.pid not in exclude]
+        self._names = {p.pid: p.name() for p in self._processes}
+
+    def dead(self) -> str | None:
+        """The name of one that has ended."""
+        for process in self._processes:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                return self._names[process.pid]
+        return None
+
+
+class _Worker:
+    """A started worker as seen from outside. Ray restarts it; this reports it and why, and gives up in the end."""
+
+    def __init__(self, ready: Any, log_file: Path) -> None:
+        self.address: str = ready.address
+        self.worker_id: str = ready.worker_id
+        self.pid: int = ready.pid
+        self.max_sequence_tokens: int = ready.max_sequence_tokens
+        self._incarnation: str = ready.incarnation
+        self._answers = True
+        self._log_file = log_file
+        self._log_seen = log_file.stat().st_size  # up to where it last was ready
+        self._num_starts = 0  # since then
+        self._num_restarts = 0
+        self._channel = rpc.sync_channel(self.address)  # for as long as this process lives
+
+    def look(self, console: Console) -> None:
+        """Asks it once. Raises ChildDied: it has failed to start MAX_FAILED_STARTS times in a row."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel)
+        try:
+            info = stub.Info(worker_pb2.InfoRequest(), timeout=ANSWER_TIMEOUT_S).info
+        except grpc.RpcError as failure:
+            if self._answers:
+                self._say(console, f"does not answer: {rpc.error_from(failure).message}")
+            self._answers = False
+            self._count_starts(console)
+            return
+        if info.incarnation != self._incarnation:
+            self._num_restarts += 1
+            self._say(console, f"was restarted by Ray (restart {self._num_restarts}); {self._why()}")
+            self._log_seen, self._num_starts = self._log_file.stat().st_size, 0
+        self._incarnation, self._answers = info.incarnation, True
+
+    def _count_starts(self, console: Console) -> None:
+        num_starts = self._log().count(f'"{STARTING}"')
+        if num_starts > MAX_FAILED_STARTS:
+            raise ChildDied(
+                f"{self.worker_id} does not come back: it failed to start {MAX_FAILED_STARTS} times in a row",
+                given=last_problem(self._log()),
+                hint=f"its log: {self._log_file}",
+            )
+        if num_starts > self._num_starts:
+            self._say(console, f"is started again, attempt {num_starts} of {MAX_FAILED_STARTS}; {self._why()}")
+        self._num_starts = num_starts
+
+    def _log(self) -> str:
+        """Its log since it was last ready."""
+        with self._log_file.open(errors="replace") as file:
+            file.seek(self._log_seen)
+            return file.read()
+
+    def _why(self) -> str:
+        problem = last_problem(self._log())
+        return f"its log ends in: {problem}" if problem else f"its log says nothing: {self._log_file}"
+
+    def _say(self, console: Console, what: str) -> None:
+        console.print(f"{self.worker_id} {what}", markup=False, soft_wrap=True)
+
+
+def _started(answer: Any, log_file: Path) -> Any:
+    """What a worker's ``ready`` answered. Raises by name what kept it from starting."""
+    import ray
+
+    hint = f"its log: {log_file}"
+    try:
+        return ray.get(answer, timeout=ANSWER_TIMEOUT_S)
+    except ray.exceptions.RayTaskError as failure:
+        if isinstance(failure.cause, TailpackError):
+            raise failure.cause from None
+        cause = f"{type(failure.cause).__name__}: {failure.cause}"
+        raise ChildDied("a worker failed while it started", given=cause, hint=hint) from failure
+    except ray.exceptions.RayActorError as failure:
+        problem = last_problem(log_file.read_text(errors="replace")) if log_file.exists() else None
+        raise ChildDied("a worker ended while it started", given=problem, hint=hint) from failure
+
+
+def _free_address() -> str:
+    """A port for a worker that keeps it over restarts."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
