@@ -314,7 +314,10 @@ def test_recompute_starts_sooner_and_drops_the_youngest(load: Callable[..., Harn
         daring.engine.submit(r)
     daring.step(3)
     assert daring.engine.load().num_running == 3
-    daring.run()
+    with capture_logs() as logs:
+        daring.run()
+    dropped = [line["request_id"] for line in logs if line["event"].startswith("dropped")]
+    assert dropped[0] == "r2" and "r0" not in dropped, "the youngest goes, the oldest never"
     tokens = {r.request_id: daring.tokens(r.request_id) for r in requests}
     assert tokens == careful_tokens == expected
     assert daring.engine.load().sequences_recomputed > 0 and careful.engine.load().sequences_recomputed == 0
