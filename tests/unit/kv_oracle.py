@@ -1,8 +1,8 @@
 """A worker in plain Python over the store's pure tables, beside an oracle that keeps everything.
 
 A row's value is opaque: ``Row(content, lossy, pure)``. ``content`` names salt and all tokens up to the row's own, so
-two rows are equal exactly when their histories are; ``lossy`` marks rows that were dequantised; ``pure`` says that the row
-was computed as in a sequence that was never interrupted (its window had no lossy row, and all before it were pure).
+two rows are equal exactly when their histories are; ``lossy`` marks rows that were dequantised; ``pure`` says that the
+row was computed as in a sequence that was never interrupted (its window had no lossy row, and all before it were pure).
 A packed page holds the rows that were packed; dequantising one gives a lossy row.
 """
 
