@@ -70,8 +70,9 @@ async def test_a_worker_killed_before_the_first_token_costs_the_caller_nothing(
         # Both are idle: of several requests, some go to the one that is about to die.
         (doomed,) = (link for link in it.service.registry.links.values() if link.address != it.workers[0].address)
         running = [asyncio.create_task(answer(it.client, "x")) for _ in range(8)]
-        await until(lambda: doomed.own.num_sequences > 0 and len(it.workers[0].submits) > 0)
+        await until(lambda: doomed.own.num_sequences + len(it.workers[0].submits) == len(running))
         hit = doomed.own.num_sequences
+        assert 0 < hit < len(running)
         processes[0].send(signal.SIGKILL)
         for got in await asyncio.gather(*running):
             assert got.token_ids == [*IDS, EOS]
