@@ -42,6 +42,7 @@ class Answer:
     num_tokens: int = 0
     prompt_tokens: int = 0
     finished: bool = False
+    cut: bool = False  # at the token limit, in the middle of what it had to say
 
     @property
     def tokens_per_s(self) -> float:
@@ -127,6 +128,7 @@ async def _answer(stub: router_pb2_grpc.RouterAsyncStub, answer: Answer, max_tok
             if chunk.finish_reason:
                 answer.prompt_tokens = chunk.usage.prompt_tokens
                 answer.finished = True
+                answer.cut = chunk.finish_reason == types_pb2.FINISH_REASON_LENGTH
             screen.show(answer)
     except grpc.RpcError as failure:
         raise rpc.error_from(failure) from failure
@@ -183,26 +185,32 @@ class _Screen:
 def _lines(answer: Answer) -> Text:
     cursor = "" if answer.finished else "▌"
     text = " ".join(answer.text.split())
-    return Text.assemble((f"▸ {answer.prompt}\n", "bold"), f"  {text}{cursor}", ("", ""))
+    end = (f" … ({answer.num_tokens} tokens)", "dim") if answer.cut else ("", "")
+    return Text.assemble((f"▸ {answer.prompt}\n", "bold"), f"  {text}{cursor}", end)
 
 
 def _report(console: Console, answers: list[Answer], took_s: float, pages: str) -> None:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis")
-    table.add_column("worker")
-    for column in ("in", "out", "TTFT", "tokens/s", "pages"):  # in and out: tokens; pages of 128 tokens
-        table.add_column(column, justify="right")
+    total = sum(answer.num_tokens for answer in answers)
+    console.print()
+    console.print(_table(answers))
+    console.print(f"\n{total} tokens in {took_s:.1f} s, {total / took_s:.1f} tokens/s\nKV: {pages}")
+
+
+def _table(answers: list[Answer]) -> Table:
+    """One row an answer. Where it is narrow only the prompts give way: a number that is cut would be another number."""
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("prompt")
+    table.add_column("worker", no_wrap=True)
+    for column in ("in", "out", "TTFT ms", "tokens/s", "pages"):  # in and out: tokens; pages of 128 tokens
+        table.add_column(column, justify="right", no_wrap=True)
     for answer in answers:
         table.add_row(
-            answer.prompt,
+            Text(answer.prompt, no_wrap=True, overflow="ellipsis"),
             answer.worker_id,
             str(answer.prompt_tokens),
             str(answer.num_tokens),
-            f"{(answer.first_token - answer.started) * 1e3:.0f} ms",
+            f"{(answer.first_token - answer.started) * 1e3:.0f}",
             f"{answer.tokens_per_s:.1f}",
             str(-(-(answer.prompt_tokens + answer.num_tokens) // 128)),
         )
-    total = sum(answer.num_tokens for answer in answers)
-    console.print()
-    console.print(table)
-    console.print(f"\n{total} tokens in {took_s:.1f} s, {total / took_s:.1f} tokens/s; KV: {pages}")
+    return table
