@@ -26,7 +26,7 @@ from router.detokenizer import Detokenizer
 from router.registry import Registry, TokenizerFacts, WorkerLink
 from router.relay import Relay
 from router.tokenizer import Tokenizer
-from router.validate import DEFAULT_MAX_TOKENS, check_fits, check_request
+from router.validate import DEFAULT_MAX_TOKENS, check_fits, check_request, check_text_fits
 
 log = structlog.get_logger("router")
 
@@ -253,7 +253,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             raise DeadlineExceeded("the deadline passed before the request was placed")
         model = self._model(request.model)
         active.model = model.name
-        prompt = await self._tokenize(request)
+        prompt = await self._tokenize(request, model)
         active.tokenized_ns = time.monotonic_ns()
         active.prompt_tokens = len(prompt)
         check_fits(prompt, list(request.stop.stop_token_ids), model)
@@ -303,13 +303,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
         states = "; ".join(f"{link.address} is {link.state}" + (f" ({link.why})" if link.why else "") for link in links)
         return Unavailable("no worker is ready", reason="NO_WORKER", given=states[:2000], retry_after_ms=1000)
 
-    async def _tokenize(self, request: router_pb2.GenerateRequest) -> list[int]:
+    async def _tokenize(self, request: router_pb2.GenerateRequest, model: types_pb2.ModelInfo) -> list[int]:
+        def check(text: str) -> None:
+            check_text_fits(text, self._tokenizer.max_bytes_per_token, model)
+
         match request.WhichOneof("prompt"):
             case "chat":
                 messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
-                return await self._tokenizer.encode_chat(messages)
+                return await self._tokenizer.encode_chat(messages, check)
             case "text":
-                return await self._tokenizer.encode_text(request.text)
+                return await self._tokenizer.encode_text(request.text, check)
             case _:
                 return list(request.token_ids.ids)
 

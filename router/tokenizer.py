@@ -1,6 +1,8 @@
 """Text to token ids, and chat messages to text, with the files of a Hugging Face model folder.
 
 Both run in threads: the tokenizers library releases the GIL, and a long prompt must not hold up the streams of others.
+Long prompts queue for one thread of their own, so that short ones never wait behind them. A job that is cancelled
+before it starts is never run.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +25,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from protos.errors import InvalidRequest, ModelError
 from router.detokenizer import TokenBytes, token_bytes
 
+LONG_PROMPT_CHARACTERS = 64 << 10
+"""Prompts with more of them are long ones."""
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -33,6 +38,7 @@ class Tokenizer:
         digest: blake2b-128 of tokenizer.json, as in ModelInfo.tokenizer_digest.
         vocab_size: one more than the highest token id.
         tokens: the text of each token (see router/detokenizer.py).
+        max_bytes_per_token: no text has more UTF-8 bytes for each of its tokens; None where no such bound is known.
     """
 
     def __init__(self, folder: Path, *, num_threads: int | None = None) -> None:
@@ -57,34 +63,57 @@ class Tokenizer:
         special = frozenset(token.content for token in added.values() if token.special)
         self.tokens: TokenBytes = token_bytes(description, self._tokenizer.get_vocab(with_added_tokens=True), special)
         self.vocab_size = len(self.tokens.table)
+        self.max_bytes_per_token = _max_bytes_per_token(description, self.tokens.table, added.values())
         self._template = ChatTemplate.load(folder)
-        self._threads = ThreadPoolExecutor(num_threads or max(2, os.cpu_count() or 2), thread_name_prefix="tokenizer")
+        self._short = ThreadPoolExecutor(num_threads or max(2, os.cpu_count() or 2), thread_name_prefix="tokenizer")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
 
-    async def encode_text(self, text: str) -> list[int]:
-        """A prompt as it is, with what the tokenizer itself puts around a text (often a begin-of-sequence token)."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text, True)
+    async def encode_text(self, text: str, check: Callable[[str], None] = lambda text: None) -> list[int]:
+        """A prompt as it is, with what the tokenizer itself puts around a text (often a begin-of-sequence token).
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        Args:
+            check: called with the text before it is tokenised; raises to refuse it. Runs in a thread.
+        """
+        return await self._run(len(text), self._encode_text, text, check)
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], check: Callable[[str], None] = lambda text: None
+    ) -> list[int]:
         """Messages (``role``, ``content``) through the chat template, up to where the assistant's turn begins.
+
+        Args:
+            check: as for encode_text; called with what the template wrote.
 
         Raises:
             InvalidRequest: the model has no template (NO_CHAT_TEMPLATE), or it refuses the messages (CHAT_TEMPLATE).
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode_chat, messages)
+        num_characters = sum(len(message["content"]) for message in messages)
+        return await self._run(num_characters, self._encode_chat, messages, check)
 
     def encode(self, text: str) -> list[int]:
         """encode_text, in the caller's thread."""
         return self._encode(text, True)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def _run(self, num_characters: int, job: Callable[..., list[int]], *arguments: object) -> list[int]:
+        threads = self._long if num_characters > LONG_PROMPT_CHARACTERS else self._short
+        return await asyncio.get_running_loop().run_in_executor(threads, job, *arguments)
+
+    def _encode_text(self, text: str, check: Callable[[str], None]) -> list[int]:
+        check(text)
+        return self._encode(text, True)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, str]], check: Callable[[str], None]) -> list[int]:
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template", reason="NO_CHAT_TEMPLATE", hint="send the prompt as text instead"
             )
-        return self._encode(self._template.render(messages), False)  # the template writes special tokens itself
+        text = self._template.render(messages)
+        check(text)
+        return self._encode(text, False)  # the template writes special tokens itself
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # The batch call is the one without character offsets, which a long prompt would pay for dearly.
@@ -147,6 +176,41 @@ class ChatTemplate:
                 given=", ".join(message.get("role", "") for message in messages[:16]),
                 hint=str(failure)[:500],
             ) from failure
+
+
+def _max_bytes_per_token(
+    description: Mapping[str, Any], table: Sequence[bytes], added: Iterable[tokenizers.AddedToken]
+) -> int | None:
+    """The longest token, where each byte of a text ends up in one token; None where text may vanish."""
+    every_byte = {token[0] for token in table if len(token) == 1} == set(range(256))
+    shrinks = 1
+    for part in _parts(description.get("normalizer"), "normalizers"):
+        match part:
+            case {"type": "NFC"}:
+                shrinks = 3  # at most: https://www.unicode.org/faq/normalization.html, expansion of NFD in UTF-8
+            case {"type": "Prepend"} | {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+                pass
+            case _:
+                return None
+    pre_tokenizers = _parts(description.get("pre_tokenizer"), "pretokenizers")
+    for part in pre_tokenizers:
+        if part.get("type") not in ("ByteLevel", "Digits", "Metaspace", "Split") or part.get("behavior") == "Removed":
+            return None
+    by_bytes = any(part.get("type") == "ByteLevel" for part in pre_tokenizers)
+    by_fallback = bool((description.get("model") or {}).get("byte_fallback"))
+    added = list(added)
+    swallows = any(token.lstrip or token.rstrip for token in added)  # spaces beside it, any number
+    if not every_byte or not (by_bytes or by_fallback) or swallows:
+        return None
+    longest = max(len(token) for token in table)
+    return shrinks * max([longest, *(len(token.content.encode()) for token in added)])
+
+
+def _parts(step: Mapping[str, Any] | None, several: str) -> list[Mapping[str, Any]]:
+    """A step of tokenizer.json as the list that a Sequence of them holds."""
+    if not step:
+        return []
+    return list(step[several]) if step.get("type") == "Sequence" else [step]
 
 
 def _raise_exception(message: str) -> NoReturn:

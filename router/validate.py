@@ -63,6 +63,24 @@ def check_fits(prompt_token_ids: list[int], stop_token_ids: list[int], model: ty
     check_token_ids("stop", stop_token_ids, model)
 
 
+def check_text_fits(text: str, max_bytes_per_token: int | None, model: types_pb2.ModelInfo) -> None:
+    """What can be said before a text is tokenised: so many bytes make more tokens than the model can hold.
+
+    Raises:
+        TooLarge: PROMPT_TOO_LONG.
+    """
+    if max_bytes_per_token is None:
+        return
+    most, num_bytes = model.max_sequence_tokens * max_bytes_per_token, len(text.encode())
+    if num_bytes > most:
+        raise TooLarge(
+            f"the prompt is too long for model {model.name}",
+            reason="PROMPT_TOO_LONG",
+            given=f"{num_bytes} bytes, over {num_bytes // max_bytes_per_token} tokens",
+            allowed=f"at most {model.max_sequence_tokens - 1} tokens (prompt and answer: {model.max_sequence_tokens})",
+        )
+
+
 def _check_prompt(request: router_pb2.GenerateRequest) -> None:
     match request.WhichOneof("prompt"):
         case "text":

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
+import tempfile
+import threading
 import time
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protos.errors import InvalidRequest, ModelError
-from router.tokenizer import ChatTemplate, Tokenizer
+from router.tokenizer import LONG_PROMPT_CHARACTERS, ChatTemplate, Tokenizer
 from tests.scenarios.tiny_tokenizer import write_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
@@ -81,6 +87,89 @@ async def test_encoding_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
     print(f"{turns} turns in {time.monotonic() - started:.3f} s")
     assert turns > 10
     assert len(await encoding) > 100_000
+
+
+async def test_short_prompts_do_not_wait_behind_long_ones_and_abandoned_ones_are_never_begun(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path), num_threads=1)
+    go_on = threading.Event()
+    begun = []
+
+    def hold(text: str) -> None:
+        begun.append(text[0])
+        assert go_on.wait(20)
+
+    try:
+        long = [
+            asyncio.create_task(tokenizer.encode_text(letter * (LONG_PROMPT_CHARACTERS + 1), hold)) for letter in "ab"
+        ]
+        chat = [{"role": "user", "content": "c" * (LONG_PROMPT_CHARACTERS + 1)}]
+        long.append(asyncio.create_task(tokenizer.encode_chat(chat, hold)))
+        async with asyncio.timeout(20):
+            assert await tokenizer.encode_text("short") == tokenizer.encode("short")
+            assert await tokenizer.encode_chat(USER)
+            while not begun:
+                await asyncio.sleep(0.001)
+        for task in long[1:]:
+            task.cancel()
+        await asyncio.wait(long[1:])
+    finally:
+        go_on.set()
+    assert await long[0]
+    assert await tokenizer.encode_text("d" * (LONG_PROMPT_CHARACTERS + 1), lambda text: begun.append("d"))
+    assert begun == ["a", "d"]
+
+
+async def test_a_refused_text_is_not_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path))
+    monkeypatch.setattr(tokenizer, "_encode", lambda *arguments: pytest.fail("tokenised"))
+
+    def refuse(text: str) -> None:
+        raise InvalidRequest(text)
+
+    with pytest.raises(InvalidRequest, match="hello"):
+        await tokenizer.encode_text("hello", refuse)
+    with pytest.raises(InvalidRequest, match="assistant"):
+        await tokenizer.encode_chat(USER, refuse)
+
+
+NFC = {"type": "NFC"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [
+        ({}, 12),  # <|im_start|> is the longest
+        ({"normalizer": NFC}, 36),
+        ({"normalizer": {"type": "Sequence", "normalizers": [NFC]}}, 36),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, None),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, None),
+        ({"pre_tokenizer": None}, None),  # then characters outside the vocabulary vanish
+    ],
+)
+def test_bytes_that_a_token_may_stand_for(tmp_path: Path, changes: dict[str, Any], bound: int | None) -> None:
+    write_tokenizer(tmp_path)
+    description = json.loads((tmp_path / "tokenizer.json").read_text()) | changes
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    tokenizer = Tokenizer(tmp_path)
+    longest = max([12, *(len(token) for token in tokenizer.tokens.table)])
+    assert tokenizer.max_bytes_per_token == (bound and bound // 12 * longest)
+
+
+@given(st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from("한글 각이́ẗ<|im_start>")), max_size=60))
+@pytest.mark.parametrize("normalizer", [None, NFC])
+def test_no_text_has_more_bytes_than_its_tokens_may_stand_for(normalizer: dict[str, str] | None, text: str) -> None:
+    tokenizer = _with_normalizer(json.dumps(normalizer))
+    assert tokenizer.max_bytes_per_token is not None
+    for form in (text, unicodedata.normalize("NFD", text), text + "<|im_start|>" * 3):
+        assert len(form.encode()) <= len(tokenizer.encode(form)) * tokenizer.max_bytes_per_token
+
+
+@functools.cache
+def _with_normalizer(normalizer: str) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as name:
+        path = write_tokenizer(Path(name)) / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": json.loads(normalizer)}))
+        return Tokenizer(Path(name))
 
 
 # --- templates ---
