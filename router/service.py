@@ -37,6 +37,9 @@ DEFAULT_MAX_REQUEST_BYTES = 512 << 20
 first token."""
 MAX_SEQUENCE_ID_BYTES = 256  # as workers and stores have it
 CANCEL_TIMEOUT_S = 2.0
+ID_FREE_S = 1.0
+"""How long a request waits for a worker to confirm that an earlier one with its id, whose caller left, has ended."""
+ID_POLL_S = 0.005
 DEADLINE_LAG_S = 0.25
 """A client that ends its call with no more than this left of the deadline is taken to have met the deadline."""
 
@@ -119,6 +122,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._held_bytes = 0
         self._on_ready = on_ready
         self._active: dict[str, _Active] = {}  # by sequence id
+        self._num_waiting = 0  # for their ids to be free; not in _active yet
         self._started_ns = time.monotonic_ns()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -158,6 +162,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         outcome, reason = "cancelled", "CLIENT_GONE"  # unless we get to say otherwise
         entered = False
         try:
+            await self._id_free(active)
             self._enter(active)
             entered = True
             check_request(request)
@@ -186,6 +191,21 @@ class RouterService(router_pb2_grpc.RouterServicer):
             if entered:
                 self._leave(active)
             self._account(active, outcome, reason)
+
+    async def _id_free(self, active: _Active) -> None:
+        """A caller that left may use its id again at once, though its worker has yet to confirm the abort. Bounded."""
+        wanted = active.sequence_id
+        if wanted in self._active or not self.registry.knows(wanted):
+            return
+        if len(self._active) + self._num_waiting >= self._max_in_flight:
+            return  # those that wait hold their requests too
+        self._num_waiting += 1
+        try:
+            ends = time.monotonic() + ID_FREE_S
+            while self.registry.knows(wanted) and time.monotonic() < ends:
+                await asyncio.sleep(ID_POLL_S)
+        finally:
+            self._num_waiting -= 1
 
     def _enter(self, active: _Active) -> None:
         if self.draining:

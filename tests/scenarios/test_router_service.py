@@ -292,6 +292,28 @@ async def test_a_request_id_in_use_is_refused(folder: Path) -> None:
         await it.settled()
 
 
+async def test_one_s_own_request_id_can_be_used_again_right_after_leaving(folder: Path) -> None:
+    async with cluster(folder, Script([5], endless=True, every_s=0.01)) as it:
+        for _ in range(30):
+            chunks = it.client.generate("x", request_id="same", max_tokens=4000)
+            await anext(chunks)
+            await chunks.aclose()  # type: ignore[attr-defined]
+        assert len(it.workers[0].submits) == 30
+        await it.settled()
+
+
+async def test_a_request_id_whose_end_no_worker_confirms_is_refused_in_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "ID_FREE_S", 0.05)
+    async with cluster(folder, Script([5], endless=True, every_s=0.01, deaf=True)) as it:
+        first = it.client.generate("x", request_id="same", max_tokens=4000)
+        await anext(first)
+        await first.aclose()  # type: ignore[attr-defined]
+        assert (await refused(it.client.generate("x", request_id="same"))).reason == "DUPLICATE_REQUEST"
+        assert len(it.workers[0].submits) == 1
+
+
 async def test_a_request_id_is_its_tenant_s_own(folder: Path) -> None:
     script = Script([5, 6, 7, 8], endless=True, every_s=0.01)
     async with cluster(folder, script) as it:
