@@ -364,7 +364,7 @@ def main(
     for line in lines:
         click.echo(line)
     if write:
-        slug = f"cpu-{platform.machine()}-{os.cpu_count()}core"
+        slug = f"cpu{os.cpu_count()}"
         (RESULTS / f"{slug}-cancel-{datetime.now(UTC):%Y-%m-%d}.jsonl").write_text("\n".join(lines) + "\n")
 
 

@@ -56,8 +56,8 @@ def main() -> None:
     for record in records:
         print(json.dumps(record))
     if options.record:
-        date = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
-        file = Path("tests/bench/results") / f"{platform.machine()}-{os.cpu_count()}core-engine-{date}.jsonl"
+        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+        file = Path("tests/bench/results") / f"cpu{os.cpu_count()}-engine-{date}.jsonl"
         with file.open("a") as out:
             out.writelines(json.dumps(record) + "\n" for record in records)
 

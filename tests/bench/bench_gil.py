@@ -222,7 +222,7 @@ def main(address: str | None, sequences: int, seconds: float, record: bool) -> N
     for line in lines:
         click.echo(line)
     if record:
-        slug = f"cpu-{platform.machine()}-{os.cpu_count()}core"
+        slug = f"cpu{os.cpu_count()}"
         (RESULTS / f"{slug}-gil-{datetime.now(UTC):%Y-%m-%d}.jsonl").write_text("\n".join(lines) + "\n")
 
 
