@@ -43,8 +43,10 @@ class Cluster:
     def __init__(self, config: ClusterConfig, console: Console) -> None:
         self.config = config
         self.console = console
-        self.folder = Path(tempfile.mkdtemp(prefix="tp-"))  # short: socket paths end at 107 bytes
+        # Of this user only, for the sockets and logs tell everything. Short, for socket paths end at 107 bytes.
+        self.folder = Path(tempfile.mkdtemp(prefix="tp-"))
         self.logs = self.folder / "logs"
+        self._ray_folder = self.folder / "ray"
         self.router_address = ""
         self.kv_socket = self.folder / "kvstore.sock"
         self._kvstore: Child | None = None
@@ -98,7 +100,7 @@ class Cluster:
             if child is not None and not child.running:
                 raise child.died()
         if self._ray_processes is not None and (dead := self._ray_processes.dead()):
-            raise ChildDied(f"{dead} of Ray ended", hint=f"its logs: {self.folder}/session_latest/logs")
+            raise ChildDied(f"{dead} of Ray ended", hint=f"its logs: {self._ray_folder}/session_latest/logs")
         for worker in self._workers:
             worker.look(self.console)
 
@@ -148,7 +150,7 @@ class Cluster:
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 logging_level="WARNING",
-                _temp_dir=str(self.folder),
+                _temp_dir=str(self._ray_folder),  # Ray opens it to everybody, so it holds nothing of ours
             )
         except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as failure:
             raise Unavailable("Ray does not start", reason="RAY_NOT_STARTED", hint=str(failure)) from failure
@@ -228,7 +230,10 @@ class Cluster:
         """Stops everything, each part whether or not the one before could be stopped. Leaves no process of ours."""
         self.stopping = True
         grace_s = self.config.drain_s + 5.0
-        self.console.print("stopping ... (Ctrl-C ends everything at once)", highlight=False)
+        wait = "stopping ..."
+        if count := self._answers_in_flight():
+            wait = f"waiting up to {self.config.drain_s:g} s for {count} answer{'s' if count > 1 else ''} ..."
+        self.console.print(f"{wait} (Ctrl-C ends everything at once)", highlight=False)
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._remove_folder)
             last_to_first.callback(kill_descendants)  # what did not end by itself
@@ -240,6 +245,17 @@ class Cluster:
                 last_to_first.callback(self._stop_workers, grace_s)
             if self._router is not None:
                 last_to_first.callback(self._router.stop, grace_s)
+
+    def _answers_in_flight(self) -> int:
+        """Requests that the router has at workers; 0 where it cannot say."""
+        if self._router is None or not self._router.running or not self.router_address:
+            return 0
+        with rpc.sync_channel(self.router_address) as channel:
+            try:
+                stub = router_pb2_grpc.RouterStub(channel)
+                return stub.Stats(router_pb2.StatsRequest(), timeout=ANSWER_TIMEOUT_S).in_flight
+            except grpc.RpcError:
+                return 0
 
     def _stop_workers(self, grace_s: float) -> None:
         import ray

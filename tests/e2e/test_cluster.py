@@ -94,6 +94,12 @@ async def test_a_seed_repeats_a_sampled_answer(cluster: ClusterProcess) -> None:
         assert len(others | {text}) > 1
 
 
+def test_only_this_user_reads_sockets_and_logs(cluster: ClusterProcess) -> None:
+    folder = cluster.kv_socket.parent
+    assert folder.stat().st_mode & 0o777 == 0o700  # also once Ray has opened its own to everybody
+    assert not list((folder / "ray").glob("*.sock")) and (folder / "ray" / "session_latest").is_dir()
+
+
 async def test_both_workers_are_listed_with_what_they_are(cluster: ClusterProcess) -> None:
     async with Client(cluster.router) as client:
         workers = await client.list_workers()

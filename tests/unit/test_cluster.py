@@ -29,6 +29,11 @@ MISMATCH = "model m does not fit this router's tokenizer: its tokenizer.json is 
 class FakeRouter(router_pb2_grpc.RouterServicer):
     state = "connecting"
 
+    in_flight = 0
+
+    async def Stats(self, request: Any, context: Any) -> router_pb2.StatsResponse:
+        return router_pb2.StatsResponse(in_flight=self.in_flight)
+
     async def ListWorkers(self, request: Any, context: Any) -> router_pb2.ListWorkersResponse:
         why = MISMATCH if self.state == "refused" else ""
         return router_pb2.ListWorkersResponse(workers=[router_pb2.WorkerStatus(state=self.state, why=why)])
@@ -48,6 +53,23 @@ def starting() -> Iterator[Cluster]:
     one._router = SimpleNamespace(running=True)  # type: ignore[assignment]
     yield one
     shutil.rmtree(one.folder)
+
+
+def test_only_this_user_reads_sockets_and_logs(starting: Cluster) -> None:
+    assert starting.kv_socket.parent.stat().st_mode & 0o777 == 0o700
+    assert starting.folder == starting.logs.parent == starting.kv_socket.parent
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "stopping ..."), (1, "1 answer ..."), (3, "up to 10 s for 3 answers")])
+async def test_stopping_says_what_it_waits_for(
+    starting: Cluster, router: FakeRouter, monkeypatch: pytest.MonkeyPatch, count: int, said: str
+) -> None:
+    router.in_flight = count
+    monkeypatch.setattr(starting, "_remove_folder", lambda: None)
+    monkeypatch.setattr(cluster, "kill_descendants", lambda: None)  # those of the tests beside this one
+    starting._router.stop = lambda _grace_s: None  # type: ignore[union-attr, method-assign]
+    await asyncio.to_thread(starting.stop)
+    assert said in starting.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
