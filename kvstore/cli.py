@@ -16,13 +16,6 @@ from kvstore.server import SOCKET_NAME, serve
 from protos import kvstore_pb2, logs, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
 
-_SOCKET_DIR = click.option(
-    "--socket-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    required=True,
-    help="Folder of the store's sockets.",
-)
-
 
 @click.group("kvstore")
 def kvstore_group() -> None:
@@ -30,7 +23,12 @@ def kvstore_group() -> None:
 
 
 @kvstore_group.command("serve", cls=HelpAllCommand)
-@_SOCKET_DIR
+@click.option(
+    "--socket-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder of the store's sockets.",
+)
 @click.option(
     "--memory-limit", type=click.IntRange(min=1), metavar="BYTES", help="Most memory for all arenas together."
 )
@@ -49,15 +47,28 @@ def serve_command(socket_dir: Path, memory_limit: int | None, log_json: bool | N
 
 
 @kvstore_group.command("stats", cls=HelpAllCommand)
-@_SOCKET_DIR
+@click.option(
+    "--kv-socket",
+    "--socket-dir",
+    "store",
+    required=True,
+    metavar="PATH",
+    help="The store's socket, also as unix:PATH, or its folder.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def stats_command(socket_dir: Path, as_json: bool) -> None:
+def stats_command(store: str, as_json: bool) -> None:
     """Show who is attached and where the pages are."""
-    response = client.stats(socket_dir.absolute() / SOCKET_NAME)
+    response = client.stats(socket_of(store))
     if as_json:
         click.echo(json.dumps(_as_json(response)))
     else:
         _print_tables(response)
+
+
+def socket_of(store: str) -> Path:
+    """The store's socket, of its path, ``unix:PATH`` or the folder it is in."""
+    path = Path(store.removeprefix("unix:")).absolute()
+    return path / SOCKET_NAME if path.is_dir() else path
 
 
 def _print_tables(response: kvstore_pb2.KvStatsResponse) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from protos.cli_options import help_all_option, showing_all
+from protos.cli_options import accept_help_all, help_all_option, program_name, showing_all
 from protos.errors import TailpackError
 
 
@@ -31,9 +31,9 @@ COMMANDS = {
     "demo": LazyCommand("worker.cli:demo", "Bring up two workers, answer some prompts, stop again.", everyday=True),
     "router": LazyCommand("router.cli:router_group", "Run a router by itself."),
     "worker": LazyCommand("worker.cli:worker_group", "Run a worker by itself."),
-    "kvstore": LazyCommand("kvstore.cli:kvstore_group", "Run a kvstore by itself."),
+    "kvstore": LazyCommand("kvstore.cli:kvstore_group", "Run a kvstore by itself, or look into one.", everyday=True),
     "kernels": LazyCommand("kernels.cli:kernels_group", "Build and verify GPU kernels."),
-    "codec": LazyCommand("kernels.cli:codec_group", "Measure the KV codec."),
+    "codec": LazyCommand("kernels.cli:codec_group", "Measure the KV codec.", everyday=True),
     "quality": LazyCommand("worker.quality_cli:quality", "Measure what KV modes do to a model's predictions."),
 }
 
@@ -52,6 +52,7 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module_name), attribute)
         if not isinstance(command, click.Command):
             raise TypeError(f"{lazy.target} is no click command")
+        accept_help_all(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -94,7 +95,8 @@ def main(args: list[str] | None = None) -> Any:
     try:
         return cli.main(args=args, prog_name="tailpack")
     except TailpackError as error:
-        click.echo(f"Error: {error}", err=True)  # as click words its own
+        # As click words its own. Hints say `tailpack ...`; whoever reads them must be able to paste them.
+        click.echo(f"Error: {error}".replace("`tailpack ", f"`{program_name()} "), err=True)
         sys.exit(1)
 
 

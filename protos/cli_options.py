@@ -7,13 +7,28 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _HELP_ALL = "tailpack.help_all"  # key in click's context.meta
+
+
+def program_name() -> str:
+    """``tailpack`` as whoever started this process can write it: with its path where it is not on PATH."""
+    called = Path(sys.argv[0])
+    if called.name == "cli.py":
+        return f"{shlex.quote(sys.executable)} -m protos.cli"
+    found = shutil.which("tailpack")
+    if called.name != "tailpack" or (found and Path(found).absolute() == called.absolute()):
+        return "tailpack"
+    return shlex.quote(sys.argv[0])
 
 
 class AdvancedOption(click.Option):
@@ -58,3 +73,16 @@ class HelpAllCommand(click.Command):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params.append(help_all_option())
+
+
+def accept_help_all(command: click.Command) -> None:
+    """Gives a command and what is below it ``--help-all`` where they have none, as those of kernels, which may import
+    nothing of ours: a caller need not know which commands have advanced options.
+    """
+    if not any("--help-all" in param.opts for param in command.params):
+        command.params.append(help_all_option())
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            if below := command.get_command(context, name):
+                accept_help_all(below)

@@ -23,7 +23,7 @@ from protos import router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import InvalidRequest, TailpackError
 from worker.cluster import Cluster, Interrupted
 from worker.cluster_config import ClusterConfig
-from worker.up import interruptible
+from worker.up import EXIT_INTERRUPTED, interruptible
 
 ANSWER_TIMEOUT_S = 120.0
 SAMPLE_S = 0.05
@@ -69,7 +69,7 @@ def run(config: ClusterConfig, prompts: Path | None, max_tokens: int) -> int:
             return 0
         except Interrupted:
             console.print("stopped")
-            return 130
+            return EXIT_INTERRUPTED
         except TailpackError as failure:
             Console(stderr=True, highlight=False).print(f"Error: {failure}", markup=False, soft_wrap=True)
             return 1

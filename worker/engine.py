@@ -299,7 +299,7 @@ class Engine:
                     reason="SEQUENCE_TOO_LARGE",
                     given=f"{refused.pages_needed} pages of group {refused.short_group!r} at worst",
                     allowed=f"at most {refused.pages_total} pages, {refused.pages_total * PAGE_TOKENS} tokens",
-                    hint="ask for fewer max_tokens, or give the worker more arena_bytes",
+                    hint="ask for fewer max_tokens, or give the worker more memory: --kv-bytes",
                 )
                 self._finish(sequence, types_pb2.FINISH_REASON_ERROR, error)
             elif not self._running:

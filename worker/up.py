@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -16,7 +17,9 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
+from rich.text import Text
 
+from protos.cli_options import program_name
 from protos.errors import ConfigError, TailpackError
 from worker.child import kill_descendants
 from worker.cluster import Cluster, Interrupted
@@ -24,6 +27,7 @@ from worker.cluster_config import ClusterConfig
 
 LOOK_S = 0.5
 SAME_WISH_S = 0.5  # `timeout` signals the process, then its group, which is one wish; a person's second Ctrl-C is later
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -45,19 +49,20 @@ def interruptible(cluster: Cluster, ready_file: Path | None = None) -> Iterator[
             raise Interrupted
 
     def watch() -> None:
-        began: float | None = None
-        while signals := read.recv(16):
-            if not set(signals) & set(_ENDING):
-                continue
-            if began is None:
-                began = time.monotonic()
-            elif time.monotonic() - began > SAME_WISH_S:
-                cluster.console.print("ending everything at once", highlight=False)
-                kill_descendants()
-                shutil.rmtree(cluster.folder, ignore_errors=True)
-                if ready_file is not None:
-                    ready_file.unlink(missing_ok=True)
-                os._exit(130)
+        with read:
+            began: float | None = None
+            while signals := read.recv(16):
+                if not set(signals) & set(_ENDING):
+                    continue
+                if began is None:
+                    began = time.monotonic()
+                elif time.monotonic() - began > SAME_WISH_S:
+                    cluster.console.print("ending everything at once", highlight=False)
+                    kill_descendants()
+                    shutil.rmtree(cluster.folder, ignore_errors=True)
+                    if ready_file is not None:
+                        ready_file.unlink(missing_ok=True)
+                    os._exit(EXIT_INTERRUPTED)
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
     wanted = [number for number in _ENDING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
@@ -69,26 +74,31 @@ def interruptible(cluster: Cluster, ready_file: Path | None = None) -> Iterator[
         signal.set_wakeup_fd(old_fd)
         for number, handler in old.items():
             signal.signal(number, handler)
-        write.close()
-        read.close()
+        write.close()  # ends the thread, which closes its own end: it may be about to read
 
 
 def run(config: ClusterConfig, ready_file: Path | None) -> int:
-    """Runs a cluster until Ctrl-C or SIGTERM (exit status 0), or until something it needs dies (1)."""
+    """Runs a cluster until Ctrl-C or SIGTERM, or until something it needs dies.
+
+    Returns:
+        The exit status: 0 ended by a signal, 130 by one that came before the cluster was ready, 1 an error.
+    """
     console = Console(highlight=False)
     cluster = Cluster(config, console)
+    was_ready = False
     with interruptible(cluster, ready_file):
         try:
             with cluster:
                 _greet(cluster, console)
                 if ready_file is not None:
                     _write_atomically(ready_file, json.dumps(cluster.describe()))
+                was_ready = True
                 while True:
                     cluster.check()
                     time.sleep(LOOK_S)
         except Interrupted:
             console.print("stopped")
-            return 0
+            return 0 if was_ready else EXIT_INTERRUPTED
         except TailpackError as failure:
             Console(stderr=True, highlight=False).print(f"Error: {failure}", markup=False, soft_wrap=True)
             return 1
@@ -98,9 +108,14 @@ def run(config: ClusterConfig, ready_file: Path | None) -> int:
 
 
 def _greet(cluster: Cluster, console: Console) -> None:
-    console.print(f"logs     {cluster.logs}")
+    program = program_name()
+    console.print(f"logs     {cluster.logs}\n", soft_wrap=True)
     router = "" if cluster.router_address == "127.0.0.1:7700" else f" --router {cluster.router_address}"
-    console.print(f"\nTry:  [bold]tailpack generate{router} 'What is the capital of France?'[/]", soft_wrap=True)
+    for what, command in (
+        ("Try:", f"{program} generate{router} 'What is the capital of France?'"),
+        ("KV: ", f"{program} kvstore stats --kv-socket {shlex.quote(str(cluster.kv_socket))}"),
+    ):
+        console.print(Text.assemble(f"{what}  ", (command, "bold")), soft_wrap=True)
     console.print("Ctrl-C stops the cluster.\n")
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from protos import cli
-from protos.cli_options import HelpAllCommand, advanced_option
+from protos.cli_options import HelpAllCommand, advanced_option, program_name
 from protos.errors import ConfigError
 from worker.cli import num_bytes, seconds
 
@@ -55,6 +58,48 @@ def test_every_command_is_where_the_root_says(name: str) -> None:
     assert result.exit_code == 0 and "Usage: tailpack" in result.output.replace("cli", "tailpack")
 
 
+def every_command(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from every_command(below, (*path, name))
+
+
+def test_every_command_and_group_takes_help_all() -> None:
+    paths = list(every_command(cli.cli))
+    assert {("kvstore",), ("kvstore", "stats"), ("codec", "report"), ("router",), ("kernels", "build")} < set(paths)
+    for path in paths:
+        result = CliRunner().invoke(cli.cli, [*path, "--help-all"])
+        assert result.exit_code == 0 and "Usage:" in result.output, path
+
+
+@pytest.mark.parametrize(
+    ("called", "on_path", "expected"),
+    [
+        ("tailpack", "", "tailpack"),
+        ("bin/tailpack", "", "bin/tailpack"),
+        ("a b/tailpack", "", "'a b/tailpack'"),
+        ("bin/tailpack", "bin", "tailpack"),
+        ("bin/tailpack", "other", "bin/tailpack"),
+        ("protos/cli.py", "bin", f"{shlex.quote(sys.executable)} -m protos.cli"),
+        ("bin/pytest", "", "tailpack"),
+    ],
+)
+def test_hints_name_the_program_as_it_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: str, on_path: str, expected: str
+) -> None:
+    for folder in ("bin", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tailpack").touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / on_path) if on_path else "/none")
+    monkeypatch.setattr(sys, "argv", [called])
+    assert program_name() == expected
+
+
 def test_an_unknown_command_is_a_usage_error() -> None:
     done = run("serve-me")
     assert done.returncode == 2 and "serve-me" in done.stderr
@@ -88,13 +133,16 @@ def test_an_error_of_ours_is_one_line_and_exit_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_args: object, **_kwargs: object) -> None:
-        raise ConfigError("no such thing", given="x", allowed="y", hint="use y")
+        raise ConfigError("no such thing", given="x", allowed="y", hint="use `tailpack y`")
 
+    monkeypatch.setattr(sys, "argv", ["./bin/tailpack"])
     monkeypatch.setattr(cli.cli, "main", broken)
     with pytest.raises(SystemExit) as status:
         cli.main([])
     assert status.value.code == 1
-    assert capsys.readouterr().err == "Error: no such thing; given: x; allowed: y; use y [BAD_CONFIG]\n"
+    assert (
+        capsys.readouterr().err == "Error: no such thing; given: x; allowed: y; use `./bin/tailpack y` [BAD_CONFIG]\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ import pytest
 
 from protos.errors import ConfigError, ModelError
 from tests.unit.tiny import write_model
+from worker import up
+from worker.cluster import Interrupted
 from worker.cluster_config import ClusterConfig
 from worker.up import check_ready_file
 
@@ -58,6 +60,45 @@ def test_a_ready_file_that_cannot_be_written_is_refused_first(tmp_path: Path) ->
     for bad in (tmp_path / "none" / "r.json", Path("/proc/r.json")):
         with pytest.raises(ConfigError, match=str(bad)):
             check_ready_file(bad)
+
+
+class FakeCluster:
+    """One that is interrupted while it starts, or once it runs."""
+
+    interrupted_early = False
+    stopping = False
+    router_address = "127.0.0.1:7701"
+    logs = Path("/tmp/tp-x/logs")
+    kv_socket = Path("/tmp/tp-x/kvstore.sock")
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __enter__(self) -> FakeCluster:
+        if self.interrupted_early:
+            raise Interrupted
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def check(self) -> None:
+        raise Interrupted
+
+
+@pytest.mark.parametrize(("early", "status"), [(True, 130), (False, 0)])
+def test_an_interrupted_start_is_no_success(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], early: bool, status: int
+) -> None:
+    monkeypatch.setattr(FakeCluster, "interrupted_early", early)
+    monkeypatch.setattr(up, "Cluster", FakeCluster)
+    assert up.run(config(model), None) == status
+    printed = capsys.readouterr().out.splitlines()
+    hints = [
+        "Try:  tailpack generate --router 127.0.0.1:7701 'What is the capital of France?'",
+        "KV:   tailpack kvstore stats --kv-socket /tmp/tp-x/kvstore.sock",
+    ]
+    assert [line for line in printed if "tailpack" in line] == ([] if early else hints)
 
 
 # A cluster that takes a while to stop, and writes down how it ended.
