@@ -13,7 +13,6 @@ import contextlib
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import tempfile
