@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("kernels", "protos", "tests/kernels", "tests/conftest.py", "pyproject.toml")
+COPIED = (
+    "kernels",
+    "protos",  # with the generated gRPC code
+    "kvstore",
+    "worker",
+    "tests/kernels",
+    "tests/unit",
+    "tests/scenarios",
+    "tests/conftest.py",
+    "pyproject.toml",
+)
 DOCUMENT = ROOT / "tests" / "MUTATIONS.md"
 MARK = "<!-- written by python -m tests.mutations --write -->"
 
@@ -37,6 +47,14 @@ TEST_ON_CPU = "tests/kernels/test_turboquant_on_cpu.py::"
 TEST_FP8, TEST_LAYOUT = "tests/kernels/test_fp8.py::", "tests/kernels/test_layout.py::"
 TEST_REPORT = "tests/kernels/test_codec_report.py::"
 CUBINS, ARCHIVE, TEST_ARCHIVE = "kernels/cubins.py", "kernels/archive.py", "tests/kernels/test_archive.py::"
+RETENTION, SEQUENCES, GROUP_PAGES = "kvstore/retention.py", "kvstore/sequences.py", "kvstore/group_pages.py"
+DEVICE, HASH, PAGE_CODEC = "kvstore/device.py", "protos/page_hash.py", "kernels/page_codec.py"
+KV_VIEW, KV_MOVES, SEQUENCE_KV = "worker/kv_view.py", "worker/kv_moves.py", "worker/sequence_kv.py"
+TEST_RETENTION, TEST_SEQUENCES = "tests/unit/test_kv_retention.py::", "tests/unit/test_kv_sequences.py::"
+TEST_MOVES, TEST_ENGINE = "tests/unit/test_kv_moves.py::", "tests/unit/test_engine_packed.py::"
+TEST_HASH = "tests/unit/test_page_hash.py::"
+TEST_PACKED, TEST_PAGE_CODEC = "tests/scenarios/test_kvstore_packed.py::", "tests/kernels/test_page_codec.py::"
+FLOOR = "return max(0, n - (window + max(t - 1, margin)))"
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -159,7 +177,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "planes without alignment",
-        ((LAYOUT, "PLANE_ALIGNMENT = 128", "PLANE_ALIGNMENT = 64"),),
+        (("kernels/page_layout.py", "PLANE_ALIGNMENT = 128", "PLANE_ALIGNMENT = 64"),),
         (TEST_LAYOUT + "test_planes_are_aligned_disjoint_and_converters_inverse",),
     ),
     Mutation(
@@ -209,6 +227,141 @@ MUTATIONS: tuple[Mutation, ...] = (
         "the arch is believed from the file's name",
         ((ARCHIVE, "sorted({facts.arch for facts in kernels} - {arch})", "sorted({arch} - {arch})"),),
         (TEST_ARCHIVE + "test_a_file_name_is_not_believed",),
+    ),
+    Mutation(
+        "over-evict: the reach is the window only",
+        ((RETENTION, FLOOR, "return max(0, n - window)"),),
+        (
+            TEST_RETENTION + "test_each_term_where_it_binds",
+            TEST_SEQUENCES + "test_sliding_window_over_a_prefill_and_400_steps_with_rollbacks_inside_the_margin",
+        ),
+    ),
+    Mutation(
+        "retention floor without the step's own tokens",
+        ((RETENTION, FLOOR, "return max(0, n - (window + margin))"),),
+        (
+            TEST_RETENTION + "test_each_term_where_it_binds",
+            TEST_RETENTION + "test_no_query_of_this_step_or_after_a_rollback_reaches_behind_the_floor",
+        ),
+    ),
+    Mutation(
+        "retention floor without the margin",
+        ((RETENTION, FLOOR, "return max(0, n - (window + t - 1))"),),
+        (
+            TEST_RETENTION + "test_each_term_where_it_binds",
+            TEST_SEQUENCES + "test_sliding_window_over_a_prefill_and_400_steps_with_rollbacks_inside_the_margin",
+        ),
+    ),
+    Mutation(
+        "retention floor below token 0",
+        ((RETENTION, FLOOR, "return n - (window + max(t - 1, margin))"),),
+        (TEST_RETENTION + "test_each_term_where_it_binds",),
+    ),
+    Mutation(
+        "retention floor without the window",
+        ((RETENTION, FLOOR, "return max(0, n - max(t - 1, margin))"),),
+        (TEST_RETENTION + "test_each_term_where_it_binds",),
+    ),
+    Mutation(
+        "a span ignores where the tail begins in its ring",
+        (
+            (
+                KV_VIEW,
+                "parts += view.ring(place.tail_slot, begin, end - begin)",
+                "parts += view.ring(place.tail_slot, begin - place.base // ratio, end - begin)",
+            ),
+        ),
+        (TEST_MOVES + "test_a_span_is_dequantised_below_the_base_and_a_view_of_the_tail_above",),
+    ),
+    Mutation(
+        "the scale is dropped from the record",
+        (
+            (
+                PAGE_CODEC,
+                "for plane, source in zip((region.planes.codes, region.planes.scales), part, strict=True):",
+                "for plane, source in zip((region.planes.codes,), part[:1], strict=True):",
+            ),
+        ),
+        (
+            TEST_PAGE_CODEC + "test_records_are_those_of_the_codec",
+            TEST_MOVES + "test_a_truncate_restores_the_rows_of_every_ratio",
+        ),
+    ),
+    Mutation(
+        "the scale is dropped where a record is copied",
+        ((PAGE_CODEC, "for plane in (planes.codes, planes.scales):\n", "for plane in (planes.codes,):\n"),),
+        (TEST_PAGE_CODEC + "test_a_split_page_keeps_the_records_below_the_cut_and_packs_the_rest",),
+    ),
+    Mutation(
+        "a fork shares the tail",
+        ((SEQUENCES, "self._tail_slots(child.slot),", "self._tail_slots(slot),"),),
+        (TEST_ENGINE + "test_a_fork_and_its_parent_do_not_touch_each_other",),
+    ),
+    Mutation(
+        "a fork's tail is not copied",
+        ((SEQUENCES, "[TailCopy(name, slot, child.slot) for name in self._tailed],", "[],"),),
+        (
+            TEST_SEQUENCES + "test_a_fork_shares_sealed_pages_and_copies_what_is_open",
+            TEST_ENGINE + "test_a_fork_and_its_parent_do_not_touch_each_other",
+        ),
+    ),
+    Mutation(
+        "page hash without the salt",
+        ((HASH, "for part in (salt.encode(), weights_digest,", "for part in (weights_digest,"),),
+        (
+            TEST_HASH + "test_every_part_counts",
+            TEST_SEQUENCES + "test_a_match_leaves_a_token_to_compute_and_never_crosses_salts",
+        ),
+    ),
+    Mutation(
+        "pins are not returned with their holder",
+        ((SEQUENCES, "        self.index.unpin(name, let_go)\n", ""),),
+        (TEST_SEQUENCES + "test_pins_return_with_the_attachment_and_cached_pages_are_evicted_when_promises_need_room",),
+    ),
+    Mutation(
+        "pins are not returned on detach",
+        ((DEVICE, "return len(slots), self.release(slots)", "return len(slots), 0"),),
+        (TEST_PACKED + "test_pins_end_with_the_attachment_and_cached_pages_serve_the_next_one",),
+    ),
+    Mutation(
+        "a deep truncate forgets a ratio-4 region",
+        (
+            (
+                KV_MOVES,
+                "            if view.packed is None:\n                continue\n",
+                "            if view.packed is None or view.region.ratio == 4:\n                continue\n",
+            ),
+        ),
+        (TEST_MOVES + "test_a_truncate_restores_the_rows_of_every_ratio",),
+    ),
+    Mutation(
+        "a truncate into a dense page forgets a ratio-4 region",
+        (
+            (
+                KV_MOVES,
+                "            if view.pages is not None:\n",
+                "            if view.pages is not None and view.region.ratio != 4:\n",
+            ),
+        ),
+        (TEST_MOVES + "test_a_truncate_into_a_sealed_dense_page_keeps_the_rows_of_every_ratio",),
+    ),
+    Mutation(
+        "a truncate forgets the pending rows of a ratio-4 region",
+        ((SEQUENCES, "if state.group.has_pending and num_tokens and (", "if num_tokens < 0 and ("),),
+        (TEST_SEQUENCES + "test_pending_rows_go_back_to_the_last_kept_boundary_or_not_at_all",),
+    ),
+    Mutation(
+        "the refill after a deep rollback is skipped",
+        ((SEQUENCE_KV, '        kv_moves.refill_tails(self.kv, truncated.refills, "rollback")\n', ""),),
+        (TEST_ENGINE + "test_a_deep_rollback_then_300_steps",),
+    ),
+    Mutation(
+        "the refill after a deep rollback is not asked for",
+        ((GROUP_PAGES, "refill = (target, end - target, state.pages[first : pages_for(end)])", "pass"),),
+        (
+            TEST_SEQUENCES + "test_the_answer_says_what_to_refill",
+            TEST_SEQUENCES + "test_deep_rollback_then_300_more_steps",
+        ),
     ),
 )
 
