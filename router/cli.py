@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-from google.protobuf.json_format import MessageToDict
 
-from protos import logs, router_pb2, rpc, types_pb2
+from protos import logs, router_pb2, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
-from protos.errors import InvalidRequest, TailpackError, Unavailable
-from router.client import DEFAULT_ADDRESS, Client, as_chat, build_request
+from protos.errors import InvalidRequest, TailpackError
+from router.answer_output import explained, json_line, stats_line
+from router.client import DEFAULT_ADDRESS, MAX_TIMEOUT_S, Client, as_chat, build_request
 from router.server import RouterConfig, serve
 from router.service import DEFAULT_MAX_REQUEST_BYTES
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
@@ -95,7 +97,12 @@ def serve_command(
 @click.option("--router", "address", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT")
 @click.option("--system", help="System message of the chat.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
-@click.option("--max-tokens", default=0, metavar="N", help="Most tokens of the answer (default: the router's, 1024).")
+@click.option(
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    help="Most tokens of the answer (default 1024); fewer where the model has no room for as many.",
+)
 @click.option("--temperature", default=0.0, show_default=True, help="0 always takes the likeliest token.")
 @click.option("--seed", type=int, help="Repeat a sampled answer.")
 @click.option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
@@ -114,7 +121,9 @@ def serve_command(
     show_default=True,
     help="What of the prompt may come from KV that is there: any, exact, none, or as the worker likes.",
 )
-@advanced_option("--timeout-s", type=float, help="Deadline of the request in seconds.")
+@advanced_option(
+    "--timeout-s", type=float, metavar="SECONDS", help=f"End the request after so long, at most {MAX_TIMEOUT_S}."
+)
 @advanced_option("--request-id", help="Id of the request, for Cancel and logs.")
 @advanced_option("--tenant", help="On whose behalf.")
 def generate(
@@ -138,14 +147,19 @@ def generate(
         raise click.UsageError("give a PROMPT or --file, not both" if prompt else "give a PROMPT, '-' or --file FILE")
     if raw and system:
         raise click.UsageError("--system needs the chat template: leave --raw out")
+    if parameters["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs are printed with --json only: add it")
+    # gRPC's core writes lines of its own to stderr when a connection ends; our errors say what there is to say.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    shown = _Shown()
     try:
         text = read_prompt(prompt, file)
         request = build_request(text if raw else as_chat(text, system), **parameters)
-        interrupted = rpc.run(_print_answer(request, address, tenant, request_id, timeout_s, as_json, stats))
+        interrupted = rpc.run(_print_answer(request, address, tenant, request_id, timeout_s, as_json, stats, shown))
     except TailpackError as error:
-        if isinstance(error, Unavailable) and error.reason == Unavailable.default_reason:
-            error.hint = f"no router at {address}? start one with `tailpack up`, or name another with --router"
-        fail(error)
+        if shown.open_line:
+            _write("\n")
+        fail(explained(error, address, shown.num_tokens, timeout_s))
     except BrokenPipeError:  # the reader of our stdout (head, less) has seen enough
         sys.stdout = None  # or the interpreter complains when it flushes at exit
         sys.exit(EXIT_INTERRUPTED)
@@ -185,6 +199,14 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         ) from None
 
 
+@dataclass
+class _Shown:
+    """What of an answer has been printed."""
+
+    num_tokens: int = 0
+    open_line: bool = False
+
+
 async def _print_answer(
     request: router_pb2.GenerateRequest,
     address: str,
@@ -193,6 +215,7 @@ async def _print_answer(
     timeout_s: float | None,
     as_json: bool,
     stats: bool,
+    shown: _Shown,
 ) -> bool:
     """Streams to stdout; True when Ctrl-C ended it."""
     task = asyncio.current_task()
@@ -216,7 +239,9 @@ async def _print_answer(
             async for chunk in chunks:
                 if first_token is None and chunk.token_ids:
                     first_token = time.monotonic()
-                _write(_json_line(chunk) if as_json else chunk.text)
+                shown.num_tokens += len(chunk.token_ids)
+                shown.open_line = not as_json and (shown.open_line if not chunk.text else chunk.text[-1] != "\n")
+                _write(json_line(chunk) if as_json else chunk.text)
                 last = chunk
     except asyncio.CancelledError:
         if not interrupted:
@@ -224,37 +249,13 @@ async def _print_answer(
     if not as_json:
         _write("\n")
     if stats and last is not None and last.finish_reason:
-        click.echo(_stats_line(last, started, first_token, time.monotonic()), err=True)
+        click.echo(stats_line(last, started, first_token, time.monotonic()), err=True)
     return interrupted
 
 
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _json_line(chunk: router_pb2.GenerateResponse) -> str:
-    fields = MessageToDict(chunk, preserving_proto_field_name=True)
-    return json.dumps(fields, ensure_ascii=False) + "\n"
-
-
-def _stats_line(last: router_pb2.GenerateResponse, started: float, first: float | None, ended: float) -> str:
-    usage, timings = last.usage, last.timings
-    inexact = ", inexact" if usage.cached_prompt_tokens and not usage.prefix_exact else ""
-    parts = [
-        f"finish {types_pb2.FinishReason.Name(last.finish_reason).removeprefix('FINISH_REASON_').lower()}",
-        f"prompt {usage.prompt_tokens} tokens ({usage.cached_prompt_tokens} cached{inexact})",
-        f"answer {usage.output_tokens} tokens",
-    ]
-    if first is not None:
-        parts.append(f"first token after {first - started:.3f} s")
-        if usage.output_tokens > 1 and ended > first:
-            parts.append(f"{(usage.output_tokens - 1) / (ended - first):.1f} tokens/s")
-    parts.append(
-        f"worker: queue {timings.queue_ns / 1e9:.3f} s, prefill {timings.prefill_ns / 1e9:.3f} s, "
-        f"decode {timings.decode_ns / 1e9:.3f} s"
-    )
-    return "; ".join(parts)
 
 
 def fail(error: TailpackError) -> None:

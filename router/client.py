@@ -14,12 +14,17 @@ from typing import Self
 import grpc
 
 from protos import router_pb2, router_pb2_grpc, rpc, types_pb2
-from protos.errors import InvalidRequest
+from protos.errors import InvalidRequest, NotBuilt, PreconditionFailed, TailpackError
+from protos.limits import MAX_LOGPROBS
 from router.validate import check_request
 
 DEFAULT_ADDRESS = "127.0.0.1:7700"
+MAX_TIMEOUT_S = 1_000_000
 _MAX_UINT32 = (1 << 32) - 1
 _MAX_UINT64 = (1 << 64) - 1
+
+_NOT_GRPC = ("Received http2 header with status", "http1.x server", "Expected SETTINGS frame")
+"""What gRPC says of servers that speak something else."""
 
 Message = tuple[str, str]
 """(role, content)"""
@@ -37,7 +42,7 @@ def build_request(
     prompt: str | Sequence[Message] | Sequence[int],
     *,
     model: str = "",
-    max_tokens: int = 0,
+    max_tokens: int | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float | None = None,
@@ -54,16 +59,17 @@ def build_request(
 
     Args:
         prompt: text as it is, chat messages (role, content), or token ids.
-        max_tokens: most tokens of the answer; 0 leaves it to the router.
+        max_tokens: most tokens of the answer, at least 1; None leaves it to the router. The model's room bounds it too.
         prefix_reuse: "default", "any", "exact" or "none": what of the prompt may come from KV that is there already.
 
     Raises:
         InvalidRequest, TooLarge: a value that the router would refuse, or that its message cannot hold.
     """
-    _check_integer("max_tokens", max_tokens, _MAX_UINT32)
+    if max_tokens is not None:
+        _check_integer("max_tokens", max_tokens, _MAX_UINT32, low=1)
     _check_integer("top_k", top_k, _MAX_UINT32)
     _check_integer("seed", seed or 0, _MAX_UINT64)
-    _check_integer("logprobs", logprobs or 0, _MAX_UINT32)
+    _check_integer("logprobs", logprobs or 0, MAX_LOGPROBS)
     for token_id in stop_token_ids:
         _check_integer("stop token id", token_id, _MAX_UINT32)
     if prefix_reuse not in PREFIX_REUSE:
@@ -84,7 +90,7 @@ def build_request(
         )
     )
     request.stop.CopyFrom(
-        types_pb2.StopConditions(max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos)
+        types_pb2.StopConditions(max_tokens=max_tokens or 0, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos)
     )
     request.stop_strings.extend(_text("stop string", stop) for stop in stop_strings)
     check_request(request)
@@ -122,7 +128,16 @@ class Client:
 
         Raises:
             TailpackError: as the router says, or Unavailable when it cannot be reached.
+            InvalidRequest: BAD_TIMEOUT_S and what else cannot be sent. PreconditionFailed: NOT_A_ROUTER.
         """
+        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:  # NaN is outside too
+            raise InvalidRequest(
+                "timeout_s is out of range",
+                reason="BAD_TIMEOUT_S",
+                given=timeout_s,
+                allowed=f"above 0 to {MAX_TIMEOUT_S} seconds",
+                hint="leave it out for no deadline",
+            )
         for name, value in (("request id", request_id), ("tenant", self._tenant), ("traceparent", traceparent)):
             _check_metadata(name, value or "")
         metadata = rpc.metadata(request_id, self._tenant, traceparent)
@@ -131,7 +146,7 @@ class Client:
             async for chunk in call:
                 yield chunk
         except grpc.RpcError as failure:
-            raise rpc.error_from(failure) from failure
+            raise self._error(failure) from failure
         finally:
             call.cancel()  # leaving an `async for` does not end a call
 
@@ -144,7 +159,7 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
         model: str = "",
-        max_tokens: int = 0,
+        max_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float | None = None,
@@ -188,20 +203,32 @@ class Client:
                 router_pb2.CancelRequest(request_id=request_id), metadata=rpc.metadata(tenant=self._tenant)
             )
         except grpc.RpcError as failure:
-            raise rpc.error_from(failure) from failure
+            raise self._error(failure) from failure
         return answer.found
 
     async def list_workers(self) -> Sequence[router_pb2.WorkerStatus]:
         try:
             return (await self._stub().ListWorkers(router_pb2.ListWorkersRequest())).workers
         except grpc.RpcError as failure:
-            raise rpc.error_from(failure) from failure
+            raise self._error(failure) from failure
 
     async def stats(self) -> router_pb2.StatsResponse:
         try:
             return await self._stub().Stats(router_pb2.StatsRequest())
         except grpc.RpcError as failure:
-            raise rpc.error_from(failure) from failure
+            raise self._error(failure) from failure
+
+    def _error(self, failure: grpc.RpcError) -> TailpackError:
+        error = rpc.error_from(failure)
+        # A router that refuses a feature says which was given; gRPC's UNIMPLEMENTED, also made of HTTP 404, does not.
+        foreign = isinstance(error, NotBuilt) and error.given is None and error.hint is None
+        if foreign or any(sign in error.message for sign in _NOT_GRPC):
+            return PreconditionFailed(
+                f"{self.address} is not a Tailpack router",
+                reason="NOT_A_ROUTER",
+                hint="give the address that `tailpack up` prints for its router",
+            )
+        return error
 
     def _stub(self) -> router_pb2_grpc.RouterAsyncStub:
         if self._channel is None:
@@ -248,11 +275,11 @@ def _check_metadata(name: str, value: str) -> None:
         )
 
 
-def _check_integer(name: str, value: int, high: int) -> None:
-    if not 0 <= value <= high:
+def _check_integer(name: str, value: int, high: int, *, low: int = 0) -> None:
+    if not low <= value <= high:
         raise InvalidRequest(
             f"{name} is out of range",
             reason=f"BAD_{name.upper().replace(' ', '_')}",
             given=value,
-            allowed=f"0 to {high}",
+            allowed=f"{low} to {high}",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import errors, rpc, types_pb2
+from protos import errors, router_pb2, rpc, types_pb2
 from protos.errors import TailpackError
+from router.answer_output import json_line
 from router.client import Client
 from router.service import SERVICE_NAME
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
@@ -296,6 +298,10 @@ async def test_generate_passes_its_options_on(folder: Path) -> None:
         (["x", "--file", "y"], b"", 2, "not both"),
         (["x", "--raw", "--system", "y"], b"", 2, "--system needs"),
         (["x", "--max-tokens", "-1"], b"", 1, "BAD_MAX_TOKENS"),
+        (["x", "--max-tokens", "0"], b"", 1, "allowed: 1 to"),
+        (["x", "--timeout-s", "nan"], b"", 1, "BAD_TIMEOUT_S"),
+        (["x", "--logprobs", "2"], b"", 2, "--json"),
+        (["x", "--json", "--logprobs", "-1"], b"", 1, "allowed: 0 to 20"),
         (["x", "--temperature", "nan"], b"", 1, "BAD_TEMPERATURE"),
         (["x", "--seed", "-1"], b"", 1, "BAD_SEED"),
         ([""], b"", 1, "EMPTY_PROMPT"),
@@ -305,7 +311,7 @@ async def test_generate_passes_its_options_on(folder: Path) -> None:
         (["--file", "/nowhere/at/all"], b"", 1, "PROMPT_UNREADABLE"),
         (["x", "--request-id", "é"], b"", 1, "BAD_REQUEST_ID"),
         (["x", "--tenant", "a\nb"], b"", 1, "BAD_TENANT"),
-        (["x"], b"", 1, "start one with `tailpack up`"),
+        (["x"], b"", 1, "no router at 127.0.0.1:1; start one with `tailpack up`"),
     ],
 )
 def test_generate_refuses_by_name_in_one_paragraph(arguments: list[str], stdin: bytes, code: int, says: str) -> None:
@@ -314,6 +320,76 @@ def test_generate_refuses_by_name_in_one_paragraph(arguments: list[str], stdin: 
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stdout in ("", "\n")
+
+
+@pytest.mark.parametrize("how", ["killed", "drained", "deadline"])
+async def test_what_ended_an_answer_early_is_said_after_its_text(
+    folder: Path, processes: list[Process], how: str
+) -> None:
+    """No lines of gRPC's own, and no advice to start a router that is or was there."""
+    async with _worker(Script(IDS, endless=True, every_s=0.02)) as worker:
+        processes.append(router := _router(folder, worker.address, "--drain-s", "0.1"))
+        address = await asyncio.to_thread(router.address)
+        await _until_ready(address)
+        more = ("--timeout-s", "1.5") if how == "deadline" else ()
+        running = asyncio.create_task(_generate(address, "x", "--max-tokens", "4000", *more))
+        if how != "deadline":
+            await until(lambda: max(worker.num_emitted.values(), default=0) > 10, 20.0)
+            await asyncio.sleep(0.2)  # on its way to the screen
+            router.send(signal.SIGKILL if how == "killed" else signal.SIGTERM)
+        ended = await running
+    assert ended.returncode == 1
+    assert len(ended.stdout) > 1
+    assert ended.stdout.endswith("\n")
+    (line,) = ended.stderr.splitlines()
+    pattern = (
+        r"the deadline of 1\.5 s passed" if how == "deadline" else rf"the router at {address} stopped, or .* lost,"
+    )
+    assert re.match(rf"Error: {pattern} after [1-9]\d* tokens; ", line)
+    assert "start one" not in line
+
+
+@pytest.mark.parametrize("kind", ["worker", "http"])
+async def test_a_server_of_another_kind_is_no_router(kind: str) -> None:
+    async def answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with _worker(Script()) as worker, await asyncio.start_server(answer_http, "127.0.0.1", 0) as http:
+        port = http.sockets[0].getsockname()[1]
+        address = worker.address if kind == "worker" else f"127.0.0.1:{port}"
+        ended = await _generate(address, "x")
+        http.close()
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith(f"Error: {address} is not a Tailpack router; ")
+
+
+async def test_json_has_numbers_as_numbers_and_offsets_always(folder: Path) -> None:
+    async with cluster(folder, Script([40, 41, EOS], logprobs=True, seed=1 << 63)) as it:
+        ended = await _generate(it.address, "x", "--json", "--logprobs", "0", "--stop", "zz")
+    chunks = [json.loads(line) for line in ended.stdout.splitlines()]
+    text_offset = token_offset = 0
+    for chunk in chunks:
+        assert (chunk["text_offset"], chunk["token_offset"]) == (text_offset, token_offset)
+        text_offset += len(chunk["text"].encode())
+        token_offset += len(chunk["token_ids"])
+        assert chunk["request_id"]
+    assert token_offset == 3
+    assert chunks[0]["seed"] == 1 << 63
+    assert chunks[0]["worker_id"]
+    assert [entry["chosen"] for chunk in chunks for entry in chunk.get("logprobs", [])] == [
+        {"token_id": token_id, "logprob": -0.5} for token_id in (40, 41, EOS)
+    ]
+    assert chunks[-1]["usage"]["output_tokens"] == 3
+    assert chunks[-1]["usage"]["prefix_exact"] is False
+    assert chunks[-1]["timings"] == {"queue_ns": 0, "prefill_ns": 1000, "decode_ns": 0}
+
+
+def test_an_infinite_log_probability_is_null() -> None:
+    chunk = router_pb2.GenerateResponse()
+    chunk.logprobs.add(chosen=types_pb2.TokenLogprob(token_id=7, logprob=float("-inf")))
+    assert json.loads(json_line(chunk))["logprobs"] == [{"chosen": {"token_id": 7, "logprob": None}, "top": []}]
 
 
 def test_help_is_short_and_help_all_has_everything() -> None:

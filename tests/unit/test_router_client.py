@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from protos.errors import TailpackError
-from router.client import as_chat, build_request
+from router.client import Client, as_chat, build_request
 
 
 @pytest.mark.parametrize(
     ("parameters", "reason"),
     [
         ({"max_tokens": -1}, "BAD_MAX_TOKENS"),
+        ({"max_tokens": 0}, "BAD_MAX_TOKENS"),
         ({"max_tokens": 1 << 32}, "BAD_MAX_TOKENS"),
         ({"top_k": -1}, "BAD_TOP_K"),
         ({"seed": -1}, "BAD_SEED"),
@@ -36,6 +37,22 @@ def test_refused_by_name(parameters: dict[str, Any], reason: str) -> None:
     with pytest.raises(TailpackError) as caught:
         build_request(**{"prompt": "x", **parameters})
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("logprobs", [-1, 21])
+def test_the_range_of_logprobs_is_the_true_one(logprobs: int) -> None:
+    with pytest.raises(TailpackError) as caught:
+        build_request("x", logprobs=logprobs)
+    assert caught.value.allowed == "0 to 20"
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 0.0, 1e300])
+async def test_timeouts_that_are_none_are_refused_by_name(timeout_s: float) -> None:
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(TailpackError) as caught:
+            await anext(client.stream(build_request("x"), timeout_s=timeout_s))
+    assert caught.value.reason == "BAD_TIMEOUT_S"
+    assert caught.value.allowed
 
 
 def test_unset_fields_stay_unset() -> None:
