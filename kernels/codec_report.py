@@ -7,13 +7,18 @@ that is stored; against 4^-b, which no quantizer can beat, and the paper's upper
 (one bit less, spent on the signs of a random projection of the residual, QJL) beside ours.
 """
 
+import importlib.util
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -23,6 +28,7 @@ from kernels.tables import codebook
 from kernels.widths import COMPILED_WIDTHS, PACKED_BITS
 
 ALL_BITS = (1, 2, 3, 4)
+TABLE_WIDTH = 80  # columns
 PAPER_FACTOR = math.sqrt(3) * math.pi / 2  # paper's upper bound over 4^-b
 
 
@@ -171,32 +177,37 @@ def measure_inner_products(width: int, bits: int, rows: int, seed: int) -> list[
     return out
 
 
-def _cell(value: float | None, digits: int = 5) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _cell(value: float | None, digits: int = 3) -> str:
+    """Three significant digits, or as many as are asked for."""
+    return "-" if value is None else f"{value:#.{digits}g}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def _distortion_table(lines: list[Distortion]) -> Table:
-    table = Table(title="Distortion of random unit vectors (normalised MSE)")
-    heads = ("width", "bits", "4^-b", "paper <=", "expected", "exact", "grid", "off", "stored scale", "cosine")
-    for head in heads:
-        table.add_column(head, justify="right")
+    table = _table(
+        "Distortion of random unit vectors (normalised MSE)",
+        *("width", "bits", "4^-b", "paper <=", "expected", "exact", "grid", "stored scale", "cosine"),
+    )
     for line in lines:
-        measured = [m for m in (line.exact, line.grid) if m is not None]
-        off = max(abs(m / line.expected - 1) for m in measured)
+        numbers = line.floor, line.paper_bound, line.expected, line.exact, line.grid, line.corrected, line.cosine
         table.add_row(
-            str(line.width), str(line.bits), _cell(line.floor), _cell(line.paper_bound), _cell(line.expected),
-            _cell(line.exact), _cell(line.grid), f"{off:.2%}", _cell(line.corrected), _cell(line.cosine),
-            end_section=line.bits == ALL_BITS[-1],
+            str(line.width), str(line.bits), *map(_cell, numbers), end_section=line.bits == ALL_BITS[-1]
         )  # fmt: skip
     return table
 
 
 def _special_table(width: int, lines: list[SpecialRow]) -> Table:
-    table = Table(title=f"Special rows, width {width}: mean cosine (with signs / without)")
-    table.add_column("row")
-    for bits in PACKED_BITS:
-        table.add_column(f"{bits} bits", justify="right")
-    table.add_column("finite")
+    heads = [f"{bits} bits" for bits in PACKED_BITS]
+    table = _table(f"Special rows, width {width}: mean cosine (with signs / without)", "row", *heads, "finite")
+    table.columns[0].justify = "left"
     for name in dict.fromkeys(line.name for line in lines):
         mine = [line for line in lines if line.name == name]
         cells = [
@@ -208,14 +219,19 @@ def _special_table(width: int, lines: list[SpecialRow]) -> Table:
 
 
 def _inner_table(width: int, lines: list[InnerProduct]) -> Table:
-    table = Table(title=f"Inner products, width {width} (error = rms * sqrt(width); attention at logit deviation 3)")
-    for head in ("bits", "method", "slope", "error", "attention error"):
-        table.add_column(head, justify="right")
+    table = _table(f"Inner products, width {width}", "bits", "method", "slope", "error", "attention error")
     for line in lines:
         table.add_row(
-            str(line.bits), line.method, _cell(line.slope, 4), _cell(line.rms_error, 4), _cell(line.attention_error, 4)
+            str(line.bits), line.method, _cell(line.slope), _cell(line.rms_error), _cell(line.attention_error)
         )
     return table
+
+
+def _console() -> Console:
+    """Never narrower than the tables, and off a terminal always as wide: a number that is cut is another number."""
+    console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH) if console.is_terminal else TABLE_WIDTH
+    return console
 
 
 def plot(lines: list[Distortion], specials: list[SpecialRow], special_width: int, files: list[Path]) -> None:
@@ -269,24 +285,46 @@ def plot(lines: list[Distortion], specials: list[SpecialRow], special_width: int
 @click.option(
     "--out", default=Path("codec-report"), show_default=True, type=click.Path(path_type=Path, file_okay=False)
 )
-@click.option("--no-plot", is_flag=True, help="Tables only; needs no matplotlib.")
+@click.option("--no-plot", is_flag=True, help="Tables only.")
 def report(rows: int, seed: int, width: int, out: Path, no_plot: bool) -> None:
-    """Measure what the codec loses; print tables, and write distortion.png and distortion.svg to OUT."""
-    lines = [measure_distortion(d, bits, rows, seed) for d in COMPILED_WIDTHS for bits in ALL_BITS]
+    """Measure what the codec loses; print tables.
+
+    Where matplotlib is installed, also write distortion.png and distortion.svg to OUT.
+    """
+    console = _console()
     kinds = special_rows(width, seed)
-    specials = [measure_special(name, x, bits) for name, x in kinds.items() for bits in PACKED_BITS]
-    products = [line for bits in PACKED_BITS for line in measure_inner_products(width, bits, rows, seed)]
-    console = Console()
-    console.print(_distortion_table(lines), _special_table(width, specials), _inner_table(width, products))
+    lines: list[Distortion] = []
+    specials: list[SpecialRow] = []
+    products: list[InnerProduct] = []
+    steps: list[Callable[[], None]] = [
+        *(
+            lambda d=d, b=b: lines.append(measure_distortion(d, b, rows, seed))
+            for d in COMPILED_WIDTHS
+            for b in ALL_BITS
+        ),
+        *(lambda n=n, b=b: specials.append(measure_special(n, kinds[n], b)) for n in kinds for b in PACKED_BITS),
+        *(lambda b=b: products.extend(measure_inner_products(width, b, rows, seed)) for b in PACKED_BITS),
+    ]
+    for step in track(steps, "measuring", console=console, transient=True, disable=not console.is_terminal):
+        step()
+    off = max(abs(m / line.expected - 1) for line in lines for m in (line.exact, line.grid) if m is not None)
+    console.print(_distortion_table(lines))
+    console.print(f"exact and grid are within {off:.2%} of expected\n")
+    console.print(_special_table(width, specials), "", _inner_table(width, products))
+    console.print("error: rms * sqrt(width); attention error: at logits of deviation 3\n")
     console.print(f"{rows} random vectors a width, seed {seed}")
     if no_plot:
         return
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print(f"no plots: they need matplotlib ({_pip()} install matplotlib)", soft_wrap=True)
+        return
     out.mkdir(parents=True, exist_ok=True)
     files = [out / "distortion.png", out / "distortion.svg"]
-    try:
-        plot(lines, specials, width, files)
-    except ModuleNotFoundError as missing:
-        raise click.ClickException(
-            f"plots need matplotlib ({missing}): install tailpack[plots], or pass --no-plot"
-        ) from None
-    console.print("wrote " + ", ".join(map(str, files)))
+    plot(lines, specials, width, files)
+    console.print("wrote " + ", ".join(map(str, files)), soft_wrap=True)
+
+
+def _pip() -> Path:
+    """The pip of this environment, as seen from the current folder."""
+    pip = Path(sys.executable).with_name("pip")
+    return pip.relative_to(Path.cwd()) if pip.is_relative_to(Path.cwd()) else pip

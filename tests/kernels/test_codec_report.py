@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -90,9 +91,26 @@ def test_the_command_prints_three_tables_and_writes_both_plots(tmp_path: Path) -
     assert "<svg" in (tmp_path / "distortion.svg").read_text()
 
 
-def test_without_matplotlib_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    arguments = ["--rows", "64", "--out", str(tmp_path)]
-    result = CliRunner().invoke(codec_report.report, arguments)
-    assert result.exit_code == 1 and "tailpack[plots]" in result.output
-    assert CliRunner().invoke(codec_report.report, [*arguments, "--no-plot"]).exit_code == 0
+def test_without_matplotlib_there_are_tables_and_the_way_to_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(codec_report.report, ["--rows", "64", "--out", "plots"])
+    assert result.exit_code == 0 and "Inner products" in result.output
+    assert "(.venv/bin/pip install matplotlib)" in result.output and not Path("plots").exists()
+    quiet = CliRunner().invoke(codec_report.report, ["--rows", "64", "--no-plot"])
+    assert quiet.exit_code == 0 and "matplotlib" not in quiet.output
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_off_a_terminal_the_tables_are_80_columns_and_whole(columns: str) -> None:
+    result = CliRunner().invoke(codec_report.report, ["--rows", "64", "--no-plot"], env={"COLUMNS": columns})
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in result.output
+    header = ["width", "bits", "4^-b", "paper", "<=", "expected", "exact", "grid", "stored", "scale", "cosine"]
+    assert header in [line.split() for line in lines]
+    (row,) = (line.split() for line in lines if line.split()[:2] == ["512", "4"])
+    assert row[2:5] == ["0.00391", "0.0106", "0.00945"] and len(row) == 9
