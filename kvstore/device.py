@@ -334,6 +334,7 @@ class Device:
             modes=geometry.modes,
             bytes_per_token=geometry.bytes_per_token,
             dense_windows={group.name: group.effective_window for group in geometry.groups},
+            margin=geometry.margin,
             tail_bytes=geometry.tail_bytes,
         )
 

@@ -49,7 +49,6 @@ class SequenceKv:
         self._geometry = kv.geometry
         self._tailed = [group for group in kv.geometry.groups if group.has_tail]
         self._packed = [group for group in kv.geometry.groups if group.packed]
-        self._mode_engaged = False
         self._mode_missed = False
 
     @property
@@ -171,15 +170,6 @@ class SequenceKv:
         for each in due:
             each.bases.update(result.bases[each.slot])
             self._read_pages(each, self._packed)
-        if self.kv.counters.pages_packed and not self._mode_engaged:
-            self._mode_engaged = True
-            log.info(
-                "KV packing engaged",
-                modes=self._geometry.modes,
-                bytes_per_token=self._geometry.bytes_per_token,
-                dense_window={group.name: group.effective_window for group in self._packed},
-                margin=self._geometry.margin,
-            )
 
     def _keep_tails(self, kept: Seq, kind: str) -> None:
         """Asks for a checkpoint of what is computed. Beside dense groups it counts only at a page boundary: the rows
