@@ -20,6 +20,7 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,9 +54,8 @@ class Served:
     """One engine over one local attachment; a request at a time."""
 
     def __init__(self, folder: Path, mode: str, options: argparse.Namespace) -> None:
-        config = config_for(
-            folder, kv_mode=mode, threads=options.threads, max_running=2, checkpoints=16, prefill_chunk=256
-        )
+        tails = {} if mode == "dense" else {"checkpoints": 16}
+        config = config_for(folder, kv_mode=mode, threads=options.threads, max_running=2, prefill_chunk=256, **tails)
         self.model: Model = load_model(config)
         pages = -(-(options.prefix + options.own + 1) // 128) * 3
         self.attachment = LocalAttachment(
@@ -108,6 +108,7 @@ def measure(folder: Path, mode: str, options: argparse.Namespace) -> Answers:
             answers.seconds[case].append(seconds)
             answers.cached[case].append(usage.cached_prompt_tokens)
             answers.exact[case].append(usage.prefix_exact)
+            print(f"{mode} {case}: {seconds:.3f} s, {usage.cached_prompt_tokens} tokens cached", file=sys.stderr)
         for case, output in outputs.items():
             answers.error[case] = max(answers.error[case], _difference(output, outputs["cold"]))
     return answers
