@@ -13,8 +13,17 @@ from typing import Any
 
 import click
 
+from kernels.widths import PRESETS
+from kvstore.geometry import COMPILED_MODES, ITEM_BYTES
 from protos import logs, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
+from worker.config import ADMISSIONS, DEFAULT_PRESET
+
+# Choices as the help shows them; WorkerConfig refuses any other.
+_DTYPES = f"[{'|'.join(('auto', *ITEM_BYTES))}]"
+_KV_MODES = f"[{'|'.join(COMPILED_MODES)}]"
+_KV_PRESETS = f"[{'|'.join(PRESETS)}]"
+_ADMISSIONS = f"[{'|'.join(ADMISSIONS)}]"
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MOST_BYTES = 1 << 50
@@ -57,17 +66,20 @@ def seconds(text: str) -> float:
 )
 @click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs.")
 @advanced_option("--name", help="What callers ask for.  [default: the model's]")
-@advanced_option("--dtype", default="float32", show_default=True, help="Of weights, activations and KV.")
-@click.option(
-    "--kv-mode", default="dense", show_default=True, help="How KV pages are kept: dense, turboquant, fp8 or window."
+@advanced_option(
+    "--dtype", default="float32", show_default=True, metavar=_DTYPES, help="Of weights, activations and KV."
 )
-@advanced_option("--kv-preset", default="", help="Of mode turboquant: tq4, tq4v3, tq3 or tq3v2.  [default: tq4]")
+@click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept.")
+@advanced_option(
+    "--kv-preset", default="", metavar=_KV_PRESETS, help=f"Of mode turboquant.  [default: {DEFAULT_PRESET}]"
+)
 @advanced_option("--dense-layers", default="0,0", show_default=True, help="First and last layers that stay dense: F,L.")
 @advanced_option(
     "--admission",
     default="worst_case",
     show_default=True,
-    help="worst_case, or recompute: start sooner, drop the youngest and compute it again when memory runs out.",
+    metavar=_ADMISSIONS,
+    help="worst_case; or recompute: start sooner, drop the youngest and compute it again when memory runs out.",
 )
 @advanced_option("--max-running", default=16, show_default=True, help="Sequences that a worker's step can hold.")
 @advanced_option("--max-waiting", default=1024, show_default=True, help="Sequences that may queue at a worker.")
@@ -127,14 +139,14 @@ def worker_group() -> None:
 @click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs.")
 @advanced_option("--name", help="What callers ask for.  [default: the model's]")
 @advanced_option("--device", default="cpu:0", show_default=True)
-@advanced_option("--dtype", default="float32", show_default=True)
-@click.option(
-    "--kv-mode", default="dense", show_default=True, help="How KV pages are kept: dense, turboquant, fp8 or window."
+@advanced_option("--dtype", default="float32", show_default=True, metavar=_DTYPES, help="Of weights and KV.")
+@click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept.")
+@advanced_option(
+    "--kv-preset", default="", metavar=_KV_PRESETS, help=f"Of mode turboquant.  [default: {DEFAULT_PRESET}]"
 )
-@advanced_option("--kv-preset", default="", help="Of mode turboquant: tq4, tq4v3, tq3 or tq3v2.  [default: tq4]")
 @advanced_option("--dense-layers", default="0,0", show_default=True, help="First and last layers that stay dense: F,L.")
 @advanced_option("--checkpoints", default=-1, help="Tails kept for exact resumes.  [default: as many as --max-running]")
-@advanced_option("--admission", default="worst_case", show_default=True, help="worst_case or recompute.")
+@advanced_option("--admission", default="worst_case", show_default=True, metavar=_ADMISSIONS)
 @advanced_option("--arena-bytes", type=num_bytes, default="1G", show_default=True)
 @advanced_option("--max-running", default=16, show_default=True)
 @advanced_option("--max-waiting", default=1024, show_default=True)
