@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -85,10 +84,7 @@ def serve_command(
         click.echo(json.dumps({"ready": True, "address": address}))
         sys.stdout.flush()
 
-    try:
-        rpc.run(serve(config, listening))
-    except TailpackError as error:
-        fail(error)
+    rpc.run(serve(config, listening))
 
 
 @click.command(cls=HelpAllCommand)
@@ -159,7 +155,7 @@ def generate(
     except TailpackError as error:
         if shown.open_line:
             _write("\n")
-        fail(explained(error, address, shown.num_tokens, timeout_s))
+        raise explained(error, address, shown.num_tokens, timeout_s) from None
     except BrokenPipeError:  # the reader of our stdout (head, less) has seen enough
         sys.stdout = None  # or the interpreter complains when it flushes at exit
         sys.exit(EXIT_INTERRUPTED)
@@ -256,10 +252,3 @@ async def _print_answer(
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def fail(error: TailpackError) -> None:
-    """One readable paragraph on stderr, exit status 1."""
-    with contextlib.suppress(BrokenPipeError):
-        click.echo(f"Error: {error}", err=True)
-    sys.exit(1)

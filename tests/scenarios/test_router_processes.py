@@ -311,7 +311,7 @@ async def test_generate_passes_its_options_on(folder: Path) -> None:
         (["--file", "/nowhere/at/all"], b"", 1, "PROMPT_UNREADABLE"),
         (["x", "--request-id", "é"], b"", 1, "BAD_REQUEST_ID"),
         (["x", "--tenant", "a\nb"], b"", 1, "BAD_TENANT"),
-        (["x"], b"", 1, "no router at 127.0.0.1:1; start one with `tailpack up`"),
+        (["x"], b"", 1, "no router at 127.0.0.1:1; start one with `"),
     ],
 )
 def test_generate_refuses_by_name_in_one_paragraph(arguments: list[str], stdin: bytes, code: int, says: str) -> None:
