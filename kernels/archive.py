@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,15 +173,22 @@ def verify(
     *,
     inspector: Path | None = None,
     jobs: int | None = None,
+    on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> list[Finding]:
     """Inspect the cubin of every cell and arch that today's sources and compiler would make.
+
+    ``on_finding`` hears of each, arch by arch, as soon as it is inspected. What could not be read then is UNANSWERED:
+    whether the cubin is at fault shows at the end.
 
     Raises ToolchainError where there is no inspector or no compiler (whose version is part of a cubin's name).
     """
     tool = inspector or find_inspector()
     pairs = [(cell, arch, cubin_path(cell, arch, folder)) for arch in arches for cell in cells]
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        findings = list(pool.map(lambda pair: _inspect(pair[0], pair[1], pair[2], tool), pairs))
+        findings = []
+        for finding in pool.map(lambda pair: _inspect(pair[0], pair[1], pair[2], tool), pairs):
+            findings.append(finding)
+            on_finding(finding)
     # An inspector that answers for other cubins is well: then a cubin it cannot read is at fault. Where it answers for
     # none there is no telling, unless the file is visibly no cubin.
     answered = any(finding.kernels for finding in findings)

@@ -49,7 +49,7 @@ def build_command(arches: Sequence[str], folder: Path | None, jobs: int | None) 
     wanted, target = _arches(arches), folder or default_folder()
     started = time.monotonic()
     try:
-        identity = toolchain().identity
+        versions = json.loads(toolchain().identity)
         with _progress(len(wanted) * len(DECLARED)) as on_result:
             results = build(DECLARED, wanted, target, jobs=jobs, on_result=on_result)
     except ToolchainError as error:
@@ -60,8 +60,10 @@ def build_command(arches: Sequence[str], folder: Path | None, jobs: int | None) 
     compiled = sum(result.compiled for result in results)
     click.echo(
         f"{compiled} compiled, {len(results) - compiled - len(failed)} there already, {len(failed)} failed "
-        f"({len(DECLARED)} cells, {len(wanted)} archs, {time.monotonic() - started:.1f} s) with {identity} in {target}"
+        f"({len(DECLARED)} cells, {len(wanted)} archs, {time.monotonic() - started:.1f} s)"
     )
+    click.echo(f"compiler  {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    click.echo(f"archive   {target}")
     sys.exit(1 if failed else 0)
 
 
@@ -80,17 +82,23 @@ def verify_command(
     environment could not answer (no compiler, no inspector, an empty listing).
     """
     wanted, target = _arches(arches), folder or default_folder()
+    of_arch: list[Finding] = []
+
+    def print_when_whole(finding: Finding) -> None:
+        of_arch.append(finding)
+        if len(of_arch) == len(DECLARED) and not as_json:
+            _print_arch(finding.arch, of_arch, detail)
+        del of_arch[: len(of_arch) // len(DECLARED) * len(DECLARED)]
+
     try:
-        findings = verify(DECLARED, wanted, target, inspector=inspector or find_inspector())
+        tool = inspector or find_inspector()
+        findings = verify(DECLARED, wanted, target, inspector=tool, on_finding=print_when_whole)
     except ToolchainError as error:
         _cannot_answer(error)
     if as_json:
         for finding in findings:
             for facts in finding.kernels:
                 click.echo(json.dumps({"cell": finding.cell.name, "status": finding.status.value, **vars(facts)}))
-    else:
-        for arch in wanted:
-            _print_arch(arch, [finding for finding in findings if finding.arch == arch], detail)
     for finding in findings:
         if finding.status is not Status.OBSERVED:
             click.echo(f"{finding.status.value}: {finding.cell.name} {finding.arch}: {finding.reason}", err=True)
@@ -153,8 +161,9 @@ def _progress(total: int) -> Iterator[Callable[[BuildResult], None]]:
 
 
 def _print_result(result: BuildResult) -> None:
-    what = "FAILED" if result.error else f"{result.seconds:.1f} s" if result.compiled else "there already"
-    click.echo(f"{result.arch} {result.cell.name}: {what}", err=True)
+    if result.compiled or result.error:  # how many are there already is told once, at the end
+        what = "FAILED" if result.error else f"{result.seconds:.1f} s"
+        click.echo(f"{result.arch} {result.cell.name}: {what}", err=True)
 
 
 class _CodecGroup(click.Group):

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -88,6 +89,27 @@ def test_building_again_compiles_nothing(built: Path) -> None:
     result = run("build", "--dir", built, "--arch", "sm_90a")
     assert result.exit_code == 0
     assert f"0 compiled, {len(DECLARED)} there already" in result.output
+    assert (
+        result.output.count("there already") == 1 and len(result.output.splitlines()) == 3 and "{" not in result.output
+    )
+
+
+def test_an_arch_is_told_as_soon_as_it_is_inspected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int]] = []
+    heard: list[archive.Finding] = []
+
+    def listening(*arguments: Any, on_finding: Any, **options: Any) -> list[archive.Finding]:
+        def hear(finding: archive.Finding) -> None:
+            heard.append(finding)
+            on_finding(finding)
+
+        return verify(*arguments, on_finding=hear, **options)
+
+    monkeypatch.setattr(cli, "verify", listening)
+    monkeypatch.setattr(cli, "_print_arch", lambda arch, findings, _detail: told.append((arch, len(heard))))
+    assert verify_command(folder).exit_code == 0
+    assert sorted(told, key=lambda one: one[1]) == told and [count for _, count in told] == [3, 6]
+    assert {arch for arch, _ in told} == set(ARCHES)
 
 
 def test_an_arch_left_out_is_a_failure(folder: Path) -> None:
