@@ -325,7 +325,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def _tokenize(self, request: router_pb2.GenerateRequest, model: types_pb2.ModelInfo) -> list[int]:
         def check(text: str) -> None:
-            check_text_fits(text, self._tokenizer.max_bytes_per_token, model)
+            check_text_fits(text, self._tokenizer.min_tokens(text), model)
 
         match request.WhichOneof("prompt"):
             case "chat":

@@ -11,8 +11,9 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,9 @@ from router.detokenizer import TokenBytes, token_bytes
 LONG_PROMPT_CHARACTERS = 64 << 10
 """Prompts with more of them are long ones."""
 
+_UTF8_BYTES = sorted({*range(0xC0), *range(0xC2, 0xF5)})
+"""Byte values that UTF-8 uses."""
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -38,7 +42,6 @@ class Tokenizer:
         digest: blake2b-128 of tokenizer.json, as in ModelInfo.tokenizer_digest.
         vocab_size: one more than the highest token id.
         tokens: the text of each token (see router/detokenizer.py).
-        max_bytes_per_token: no text has more UTF-8 bytes for each of its tokens; None where no such bound is known.
     """
 
     def __init__(self, folder: Path, *, num_threads: int | None = None) -> None:
@@ -63,7 +66,7 @@ class Tokenizer:
         special = frozenset(token.content for token in added.values() if token.special)
         self.tokens: TokenBytes = token_bytes(description, self._tokenizer.get_vocab(with_added_tokens=True), special)
         self.vocab_size = len(self.tokens.table)
-        self.max_bytes_per_token = _max_bytes_per_token(description, self.tokens.table, added.values())
+        self._bound = _Bound.of(description, self.tokens.table, list(added.values()))
         self._template = ChatTemplate.load(folder)
         self._short = ThreadPoolExecutor(num_threads or max(2, os.cpu_count() or 2), thread_name_prefix="tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
@@ -89,6 +92,10 @@ class Tokenizer:
         """
         num_characters = sum(len(message["content"]) for message in messages)
         return await self._run(num_characters, self._encode_chat, messages, check)
+
+    def min_tokens(self, text: str) -> int:
+        """A text has at least so many tokens. Cheap beside tokenising it; 0 where the tokenizer allows no bound."""
+        return self._bound.min_tokens(text) if self._bound else 0
 
     def encode(self, text: str) -> list[int]:
         """encode_text, in the caller's thread."""
@@ -178,32 +185,53 @@ class ChatTemplate:
             ) from failure
 
 
-def _max_bytes_per_token(
-    description: Mapping[str, Any], table: Sequence[bytes], added: Iterable[tokenizers.AddedToken]
-) -> int | None:
-    """The longest token, where each byte of a text ends up in one token; None where text may vanish."""
-    every_byte = {token[0] for token in table if len(token) == 1} == set(range(256))
-    shrinks = 1
-    for part in _parts(description.get("normalizer"), "normalizers"):
-        match part:
-            case {"type": "NFC"}:
-                shrinks = 3  # at most: https://www.unicode.org/faq/normalization.html, expansion of NFD in UTF-8
-            case {"type": "Prepend"} | {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
-                pass
-            case _:
+@dataclass(frozen=True)
+class _Bound:
+    """How few tokens a text can have, for tokenizers where each byte of it ends up in one token or in none.
+
+    max_bytes: of a text, for each of its tokens.
+    dropped: byte values that no token has; byte-level tokenizers leave them out without a word.
+    """
+
+    max_bytes: int
+    dropped: bytes
+
+    @staticmethod
+    def of(
+        description: Mapping[str, Any], table: Sequence[bytes], added: Sequence[tokenizers.AddedToken]
+    ) -> _Bound | None:
+        """None where a text may shrink in other ways."""
+        composes = False
+        for part in _parts(description.get("normalizer"), "normalizers"):
+            match part:
+                case {"type": "NFC"}:
+                    composes = True
+                case {"type": "Prepend"} | {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+                    pass
+                case _:
+                    return None
+        pre_tokenizers = _parts(description.get("pre_tokenizer"), "pretokenizers")
+        for part in pre_tokenizers:
+            if part.get("type") not in ("ByteLevel", "Digits", "Metaspace", "Split"):
                 return None
-    pre_tokenizers = _parts(description.get("pre_tokenizer"), "pretokenizers")
-    for part in pre_tokenizers:
-        if part.get("type") not in ("ByteLevel", "Digits", "Metaspace", "Split") or part.get("behavior") == "Removed":
+            if part.get("behavior") == "Removed":
+                return None
+        if any(token.lstrip or token.rstrip for token in added):  # they take spaces beside them in, any number
             return None
-    by_bytes = any(part.get("type") == "ByteLevel" for part in pre_tokenizers)
-    by_fallback = bool((description.get("model") or {}).get("byte_fallback"))
-    added = list(added)
-    swallows = any(token.lstrip or token.rstrip for token in added)  # spaces beside it, any number
-    if not every_byte or not (by_bytes or by_fallback) or swallows:
-        return None
-    longest = max(len(token) for token in table)
-    return shrinks * max([longest, *(len(token.content.encode()) for token in added)])
+        known = {token[0] for token in table if len(token) == 1}
+        dropped = bytes(byte for byte in _UTF8_BYTES if byte not in known)
+        by_bytes = any(part.get("type") == "ByteLevel" for part in pre_tokenizers)
+        by_fallback = bool((description.get("model") or {}).get("byte_fallback"))
+        if not by_bytes and (dropped or not by_fallback):
+            return None  # whole characters are dropped, or runs of them become one "unknown"
+        if composes and dropped:
+            return None  # which bytes are dropped shows only after composing
+        longest = max([*(len(token) for token in table), *(len(token.content.encode()) for token in added)])
+        # NFC shrinks UTF-8 to a third at most: https://www.unicode.org/faq/normalization.html
+        return _Bound(3 * longest if composes else longest, dropped)
+
+    def min_tokens(self, text: str) -> int:
+        return -(-len(text.encode().translate(None, self.dropped)) // self.max_bytes)
 
 
 def _parts(step: Mapping[str, Any] | None, several: str) -> list[Mapping[str, Any]]:

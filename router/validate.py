@@ -53,32 +53,28 @@ def check_fits(prompt_token_ids: list[int], stop_token_ids: list[int], model: ty
     if not prompt_token_ids:
         raise _empty("the prompt has no tokens")
     if len(prompt_token_ids) >= model.max_sequence_tokens:
-        raise TooLarge(
-            f"the prompt is too long for model {model.name}",
-            reason="PROMPT_TOO_LONG",
-            given=f"{len(prompt_token_ids)} tokens",
-            allowed=f"at most {model.max_sequence_tokens - 1} tokens (prompt and answer: {model.max_sequence_tokens})",
-        )
+        raise _too_long(f"{len(prompt_token_ids)} tokens", model)
     check_token_ids("prompt", prompt_token_ids, model)
     check_token_ids("stop", stop_token_ids, model)
 
 
-def check_text_fits(text: str, max_bytes_per_token: int | None, model: types_pb2.ModelInfo) -> None:
-    """What can be said before a text is tokenised: so many bytes make more tokens than the model can hold.
+def check_text_fits(text: str, min_tokens: int, model: types_pb2.ModelInfo) -> None:
+    """What can be said before a text is tokenised, from how many tokens it has at least.
 
     Raises:
         TooLarge: PROMPT_TOO_LONG.
     """
-    if max_bytes_per_token is None:
-        return
-    most, num_bytes = model.max_sequence_tokens * max_bytes_per_token, len(text.encode())
-    if num_bytes > most:
-        raise TooLarge(
-            f"the prompt is too long for model {model.name}",
-            reason="PROMPT_TOO_LONG",
-            given=f"{num_bytes} bytes, over {num_bytes // max_bytes_per_token} tokens",
-            allowed=f"at most {model.max_sequence_tokens - 1} tokens (prompt and answer: {model.max_sequence_tokens})",
-        )
+    if min_tokens >= model.max_sequence_tokens:
+        raise _too_long(f"{len(text.encode())} bytes, at least {min_tokens} tokens", model)
+
+
+def _too_long(given: str, model: types_pb2.ModelInfo) -> TooLarge:
+    return TooLarge(
+        f"the prompt is too long for model {model.name}",
+        reason="PROMPT_TOO_LONG",
+        given=given,
+        allowed=f"at most {model.max_sequence_tokens - 1} tokens (prompt and answer: {model.max_sequence_tokens})",
+    )
 
 
 def _check_prompt(request: router_pb2.GenerateRequest) -> None:

@@ -136,39 +136,65 @@ NFC = {"type": "NFC"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "bound"),
+    ("changes", "bounded"),
     [
-        ({}, 12),  # <|im_start|> is the longest
-        ({"normalizer": NFC}, 36),
-        ({"normalizer": {"type": "Sequence", "normalizers": [NFC]}}, 36),
-        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, None),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, None),
-        ({"pre_tokenizer": None}, None),  # then characters outside the vocabulary vanish
+        ({}, True),
+        ({"normalizer": NFC}, True),
+        ({"normalizer": {"type": "Sequence", "normalizers": [NFC]}}, True),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, False),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, False),
+        ({"pre_tokenizer": None}, False),  # then characters outside the vocabulary vanish
     ],
 )
-def test_bytes_that_a_token_may_stand_for(tmp_path: Path, changes: dict[str, Any], bound: int | None) -> None:
+def test_which_tokenizers_bound_the_tokens_of_a_text(tmp_path: Path, changes: dict[str, Any], bounded: bool) -> None:
     write_tokenizer(tmp_path)
     description = json.loads((tmp_path / "tokenizer.json").read_text()) | changes
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    tokenizer = Tokenizer(tmp_path)
-    longest = max([12, *(len(token) for token in tokenizer.tokens.table)])
-    assert tokenizer.max_bytes_per_token == (bound and bound // 12 * longest)
+    assert (Tokenizer(tmp_path).min_tokens("x" * 10_000) > 10) == bounded
 
 
-@given(st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from("한글 각이́ẗ<|im_start>")), max_size=60))
-@pytest.mark.parametrize("normalizer", [None, NFC])
-def test_no_text_has_more_bytes_than_its_tokens_may_stand_for(normalizer: dict[str, str] | None, text: str) -> None:
-    tokenizer = _with_normalizer(json.dumps(normalizer))
-    assert tokenizer.max_bytes_per_token is not None
-    for form in (text, unicodedata.normalize("NFD", text), text + "<|im_start|>" * 3):
-        assert len(form.encode()) <= len(tokenizer.encode(form)) * tokenizer.max_bytes_per_token
+TEXTS = st.text(
+    alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from("한글 각\u0301ẗ<|im_start>x")), max_size=60
+)
+
+
+@given(TEXTS)
+@pytest.mark.parametrize(("normalizer", "dropped"), [(None, ""), (NFC, ""), (None, "x\x04")])
+def test_no_text_has_fewer_tokens_than_the_bound(normalizer: dict[str, str] | None, dropped: str, text: str) -> None:
+    tokenizer = _variant(json.dumps(normalizer), dropped)
+    repeated = (
+        *(character * 500 for character in "x\x04"),
+        text[:1] * 500,
+        text[:4] * 100,
+        "<|im_start|>" * 50,
+        " " * 500,
+    )
+    for form in (
+        text,
+        unicodedata.normalize("NFD", text),
+        *repeated,
+        *(unicodedata.normalize("NFD", t) for t in repeated),
+    ):
+        assert tokenizer.min_tokens(form) <= len(tokenizer.encode(form))
+    assert tokenizer.min_tokens("y" * 1000) > 10
+
+
+def test_composed_text_may_be_a_third_of_what_was_sent() -> None:
+    plain, composing = (_variant(json.dumps(normalizer), "").min_tokens("y" * 36_000) for normalizer in (None, NFC))
+    assert composing == -(-plain // 3)
 
 
 @functools.cache
-def _with_normalizer(normalizer: str) -> Tokenizer:
+def _variant(normalizer: str, dropped: str) -> Tokenizer:
+    """With a normalizer, and without the tokens of some bytes, as SmolLM2's has none for most control characters."""
     with tempfile.TemporaryDirectory() as name:
         path = write_tokenizer(Path(name)) / "tokenizer.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": json.loads(normalizer)}))
+        description = json.loads(path.read_text()) | {"normalizer": json.loads(normalizer)}
+        model = description["model"]
+        shown = {character if character.isprintable() else chr(0x100 + ord(character)) for character in dropped}
+        model["vocab"] = {token: i for token, i in model["vocab"].items() if i < 2 or not shown & set(token)}
+        model["merges"] = [pair for pair in model["merges"] if not shown & set("".join(pair))]
+        path.write_text(json.dumps(description))
         return Tokenizer(Path(name))
 
 
