@@ -10,8 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -94,22 +94,20 @@ def test_building_again_compiles_nothing(built: Path) -> None:
     )
 
 
-def test_an_arch_is_told_as_soon_as_it_is_inspected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, int]] = []
-    heard: list[archive.Finding] = []
+def test_an_arch_is_told_before_the_next_is_inspected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    inspect, first = archive._inspect, cli._arches(ARCHES)[0]
+    waited: list[bool] = []
 
-    def listening(*arguments: Any, on_finding: Any, **options: Any) -> list[archive.Finding]:
-        def hear(finding: archive.Finding) -> None:
-            heard.append(finding)
-            on_finding(finding)
+    def inspect_later(cell: Cell, arch: str, *rest: Path) -> archive.Finding:
+        if arch != first:
+            waited.append(told.wait(10.0))
+        return inspect(cell, arch, *rest)
 
-        return verify(*arguments, on_finding=hear, **options)
-
-    monkeypatch.setattr(cli, "verify", listening)
-    monkeypatch.setattr(cli, "_print_arch", lambda arch, findings, _detail: told.append((arch, len(heard))))
+    monkeypatch.setattr(archive, "_inspect", inspect_later)
+    monkeypatch.setattr(cli, "_print_arch", lambda *_: told.set())
     assert verify_command(folder).exit_code == 0
-    assert sorted(told, key=lambda one: one[1]) == told and [count for _, count in told] == [3, 6]
-    assert {arch for arch, _ in told} == set(ARCHES)
+    assert waited == [True] * len(FEW)
 
 
 def test_an_arch_left_out_is_a_failure(folder: Path) -> None:
