@@ -79,6 +79,20 @@ class WorkerConfig:
                 given=self.kv_preset,
                 allowed="kv_preset in kv_mode turboquant only",
             )
+        if self.kv_mode == "dense" and self.checkpoints > 0:
+            raise ConfigError(
+                "checkpoints would do nothing in kv_mode dense, which resumes from its pages",
+                given=self.checkpoints,
+                allowed="leave checkpoints out",
+            )
+        if self.kv_mode == "window" and self.checkpoints == 0:
+            raise ConfigError(
+                "kv_mode window keeps no pages, so without checkpoints it would switch prefix reuse off",
+                reason="PREFIX_REUSE_OFF",
+                given="checkpoints 0",
+                allowed="checkpoints 1 or more",
+                hint="leave checkpoints out, or send requests with prefix_reuse none",
+            )
         for name in ("name", "worker_id"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty", given="''", allowed="a name")

@@ -25,6 +25,7 @@ from protos.errors import (
     InternalError,
     InvalidRequest,
     KvStoreLost,
+    PreconditionFailed,
     TailpackError,
     WorkerLost,
 )
@@ -247,7 +248,7 @@ class Engine:
             self._running,
             prefill_budget=self._config.prefill_chunk,
             deterministic=self._config.deterministic,
-            one_span=self._config.deterministic and self._held.packs,
+            one_span=self._config.deterministic and self._held.has_tails,
         )
         if self._config.admission == "recompute":
             work = self._grow(work)
@@ -383,7 +384,20 @@ class Engine:
     def truncate(self, sequence: Sequence, num_tokens: int, next_token: int | None = None) -> Truncated:
         """Takes a running sequence back to ``num_tokens`` computed tokens (``SequenceKv.truncate``), between steps, on
         the engine thread. What was emitted stays emitted: whoever calls it answers for the tokens behind the cut.
+
+        Raises:
+            PreconditionFailed: TRUNCATES_PROMPT, the request's own prompt would not stay whole; or what
+            ``SequenceKv.truncate`` raises.
         """
+        least = sequence.num_prompt - (next_token is None)  # one token to compute stays behind the cut
+        if num_tokens < least:
+            raise PreconditionFailed(
+                "a truncate never cuts into the prompt of its request",
+                reason="TRUNCATES_PROMPT",
+                given=num_tokens,
+                allowed=f"{least} or more",
+                hint="submit the shorter prompt as a request of its own; what is cached of it is reused",
+            )
         return self._held.truncate(sequence, num_tokens, next_token)
 
     def fork(self, sequence: Sequence, request_id: str) -> Sequence | None:

@@ -142,7 +142,19 @@ class KvView:
         tails[to_slot] = tails[from_slot]
 
     def append(self, view: RegionView, rows: torch.Tensor, where: GroupBatch) -> None:
-        """Writes this step's rows [R, heads, dim] where they go: dense groups' pages, else the tails of decode rows."""
+        """Writes this step's rows [R, heads, dim] where they go: dense groups' pages, else the tails of decode rows.
+
+        Raises:
+            PreconditionFailed: GEOMETRY_MISMATCH, the rows have other heads or another width than the sequence's.
+        """
+        if rows.shape[1:] != (view.region.heads, view.region.dim):  # one head would be spread over all without a word
+            raise PreconditionFailed(
+                f"rows of region {view.region.kind!r} of layer {view.region.layer} do not fit its cache",
+                reason="GEOMETRY_MISMATCH",
+                given=f"{' x '.join(map(str, rows.shape[1:]))} a token",
+                allowed=f"{view.region.heads} x {view.region.dim}",
+                hint="head counts and widths cannot change in the middle of a sequence",
+            )
         began_ns = time.perf_counter_ns()
         if where.write_rows is not None:
             rows = rows[where.write_rows]

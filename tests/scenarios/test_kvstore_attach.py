@@ -178,6 +178,7 @@ def test_calls_of_an_epoch_that_is_over_are_refused(store: StoreProcess) -> None
                 lambda: stub.Seal(kvstore_pb2.SealRequest(epoch=epoch - 1)),
                 lambda: stub.Truncate(kvstore_pb2.TruncateRequest(epoch=epoch - 1)),
                 lambda: stub.Release(kvstore_pb2.ReleaseRequest(epoch=epoch - 1)),
+                lambda: stub.Release(kvstore_pb2.ReleaseRequest(epoch=epoch + 1)),  # nobody's
                 lambda: stub.Open(kvstore_pb2.OpenRequest()),
             ]
             for call in calls:

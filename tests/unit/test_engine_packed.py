@@ -224,7 +224,8 @@ def test_a_deep_rollback_then_300_steps(
 ) -> None:
     harness = load(**TQ4)
     oracle = Rows(monkeypatch, harness)
-    harness.engine.submit(request("r", prompt(1, 400), 600))
+    ids = prompt(1, 400)
+    harness.engine.submit(request("r", ids[:1], 999, emitted=ids[1:]))
     harness.step(110)
     sequence = running(harness, "r")
     base = sequence.bases["full"]
@@ -258,13 +259,44 @@ def test_window_mode_refuses_a_deep_rollback_and_goes_on(tmp_path: Path) -> None
     folder = write_model(tmp_path, model_type="mistral", sliding_window=100)
     config = config_for(folder, kv_mode="window")
     harness = Harness(load_model(config), config)
-    harness.engine.submit(request("r", prompt(1, 500), 50))
+    ids = prompt(1, 500)
+    harness.engine.submit(request("r", ids[:10], 540, emitted=ids[10:]))
     harness.step(20)
     with pytest.raises(PreconditionFailed) as refused, torch.inference_mode():
         harness.engine.truncate(running(harness, "r"), 200)
     assert refused.value.reason == "TRUNCATE_TOO_DEEP"
     harness.run()
     assert len(harness.tokens("r")) == 50
+
+
+@pytest.mark.parametrize(("cut", "next_token"), [(0, None), (288, None), (289, 5)])
+def test_a_truncate_into_the_prompt_is_refused_and_changes_nothing(
+    load: Callable[..., Harness], cut: int, next_token: int | None
+) -> None:
+    expected = load(deterministic=True, **TQ4).run(request("r", prompt(1, 290), 30))["r"]
+    harness = load(deterministic=True, **TQ4)
+    harness.engine.submit(request("r", prompt(1, 290), 30))
+    harness.step(12)
+    sequence = running(harness, "r")
+    with pytest.raises(PreconditionFailed) as refused, torch.inference_mode():
+        harness.engine.truncate(sequence, cut, next_token)
+    assert refused.value.reason == "TRUNCATES_PROMPT" and refused.value.allowed == f"{cut + 1 if cut else 289} or more"
+    harness.run()
+    assert harness.tokens("r") == expected
+
+
+def test_a_truncate_to_the_prompt_draws_its_first_token_again(load: Callable[..., Harness]) -> None:
+    harness = load(deterministic=True, **TQ4)
+    harness.engine._emit = _quiet  # offsets go back with a rollback
+    harness.engine.submit(request("r", prompt(1, 290), 30))
+    harness.step(12)
+    sequence = running(harness, "r")
+    before = list(sequence.token_ids)
+    with torch.inference_mode():
+        harness.engine.truncate(sequence, 289)
+    assert (sequence.num_emitted, sequence.num_computed) == (0, 289)
+    harness.step(len(before) - 290)
+    assert sequence.token_ids == before and len(before) > 292
 
 
 @pytest.mark.parametrize("settings", [{}, TQ4, {**TQ4, "dense_layers": (1, 0)}])
@@ -396,7 +428,8 @@ def test_pages_behind_a_large_window_are_freed_and_not_missed(tmp_path: Path) ->
     folder = write_model(tmp_path, model_type="mistral", sliding_window=300, head_dim=16)
     config = config_for(folder, **TQ4)
     harness = Harness(load_model(config), config)
-    harness.engine.submit(request("r", prompt(1, 500), 400))
+    ids = prompt(1, 500)
+    harness.engine.submit(request("r", ids[:10], 890, emitted=ids[10:]))
     harness.step(8 + 300)
     sequence = running(harness, "r")
     freed = sequence.pages["window"].count(-1)

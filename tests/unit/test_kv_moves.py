@@ -10,8 +10,10 @@ import torch
 from kvstore.client import OpenRequest
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from kvstore.local import LocalAttachment
+from protos.errors import PreconditionFailed
 from protos.page_hash import PAGE_TOKENS
 from worker import kv_moves
+from worker.batch import GroupBatch
 from worker.kv_moves import SealJob, SpanRows
 from worker.kv_view import KvView, place_of
 
@@ -27,6 +29,7 @@ class Store:
     def __init__(self, mode: str, preset: str = "") -> None:
         geometry = CacheGeometry((LayerGroup("g", REGIONS, mode, preset),))
         self.attachment = LocalAttachment(geometry, num_pages=16, max_sequences=2, max_sequence_tokens=1024)
+        (self.group,) = geometry.groups
         self.kv = KvView(geometry, self.attachment.arenas, self.attachment.tails)
         (answer,) = self.attachment.open([OpenRequest("r", "", range(LENGTH), 1024)])
         self.slot: int = answer.slot  # type: ignore[union-attr]
@@ -120,3 +123,21 @@ def test_a_truncate_into_a_sealed_dense_page_keeps_the_rows_of_every_ratio(num_t
     for key, rows in store.rows.items():
         ratio = RATIOS[key]
         assert torch.equal(store.span(key, 0, num_tokens), rows[: num_tokens // ratio]), f"{key}"
+
+
+@pytest.mark.parametrize("mode", [("dense", ""), ("turboquant", "tq4")])
+@pytest.mark.parametrize("shape", [(1, 1, 16), (1, 4, 16), (1, 2, 8)])
+def test_rows_of_other_heads_or_width_are_refused_in_the_middle_of_a_sequence(
+    mode: tuple[str, str], shape: tuple[int, ...]
+) -> None:
+    store = Store(*mode)
+    before = store.span((0, "k"), 0, LENGTH).clone()
+    tail = LENGTH % PAGE_TOKENS if mode[0] == "dense" else LENGTH % store.kv.geometry.tail_tokens(store.group)
+    to = store.pages[LENGTH // PAGE_TOKENS] if mode[0] == "dense" else store.slot
+    where = GroupBatch((), None, torch.tensor([to]), torch.tensor([tail]))
+    with pytest.raises(PreconditionFailed) as caught:
+        store.kv.append(store.kv.view(0, "k"), torch.ones(shape), where)
+    assert (caught.value.reason, caught.value.allowed) == ("GEOMETRY_MISMATCH", "2 x 16")
+    assert torch.equal(store.span((0, "k"), 0, LENGTH), before)
+    store.kv.append(store.kv.view(0, "k"), torch.ones(1, 2, 16), where)
+    assert bool((store.span((0, "k"), LENGTH, 1) == 1).all())

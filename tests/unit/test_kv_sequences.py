@@ -305,7 +305,8 @@ def test_a_truncate_of_shared_pages_without_replacement_is_refused_and_changes_n
     assert isinstance(child, Forked)
     with pytest.raises(CapacityError) as caught:
         w.table.truncate(child.slot, 100, 400, lambda a, b: TOKENS[a:b])
-    assert (caught.value.reason, bool(caught.value.hint)) == ("ARENA_FULL", True)
+    assert (caught.value.reason, caught.value.given, caught.value.allowed) == ("ARENA_FULL", "4 pages", "1 of 5 pages")
+    assert "release or drop another sequence" in (caught.value.hint or "")
     w.check()
     w.release(slot)
     assert w.truncate(child.slot, 100) is True
@@ -371,6 +372,22 @@ def test_a_page_match_is_inexact_where_the_window_must_be_refilled_and_exact_in_
         refused = w.open("", [*TOKENS[:600], 9], 1200, exact_only=True)
         assert isinstance(refused, Admitted)
         assert refused.num_cached == (0 if packed else 512)
+
+
+def test_an_exact_page_takes_the_place_of_an_idle_inexact_one_in_the_control_block_too() -> None:
+    w = Worker((FULL,), num_pages=24)
+    w.release(opened(w, 700))
+    inexact = admitted(w.open("", TOKENS[:1000], 1200))
+    w.prefill(inexact, 1000)
+    w.release(inexact)
+    free = w.table.groups["full"].num_free
+    slot = opened(w, 1000)
+    w.verify()
+    w.release(slot)
+    w.verify()
+    assert w.table.groups["full"].num_free == free
+    again = w.open("", TOKENS[:1000], 1200, exact_only=True)
+    assert isinstance(again, Admitted)
 
 
 def test_a_match_leaves_a_token_to_compute_and_never_crosses_salts() -> None:
