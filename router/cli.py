@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# gRPC's core writes lines of its own to stderr when a connection ends; our errors say what there is to say. Read once,
+# when grpc is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 import click
 
 from protos import logs, router_pb2, rpc
@@ -145,8 +149,6 @@ def generate(
         raise click.UsageError("--system needs the chat template: leave --raw out")
     if parameters["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs are printed with --json only: add it")
-    # gRPC's core writes lines of its own to stderr when a connection ends; our errors say what there is to say.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     shown = _Shown()
     try:
         text = read_prompt(prompt, file)

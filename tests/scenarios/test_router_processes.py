@@ -341,7 +341,8 @@ async def test_what_ended_an_answer_early_is_said_after_its_text(
     assert ended.returncode == 1
     assert len(ended.stdout) > 1
     assert ended.stdout.endswith("\n")
-    (line,) = ended.stderr.splitlines()
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    line = ended.stderr
     pattern = (
         r"the deadline of 1\.5 s passed" if how == "deadline" else rf"the router at {address} stopped, or .* lost,"
     )
