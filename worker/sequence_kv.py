@@ -13,7 +13,7 @@ import structlog
 
 from kvstore.client import Admitted, Attachment, Forked, NewPage, OpenRequest, Refused, Truncated, page_checksum
 from kvstore.geometry import LayerGroup
-from kvstore.retention import pages_for
+from kvstore.retention import is_dense_again, pages_for
 from protos.errors import InternalError
 from protos.page_hash import PAGE_TOKENS
 from worker import kv_moves
@@ -50,6 +50,7 @@ class SequenceKv:
         self._tailed = [group for group in kv.geometry.groups if group.has_tail]
         self._packed = [group for group in kv.geometry.groups if group.packed]
         self._mode_missed = False
+        self.num_checkpoints_skipped = 0
 
     @property
     def packs(self) -> bool:
@@ -173,13 +174,19 @@ class SequenceKv:
 
     def _keep_tails(self, kept: Seq, kind: str) -> None:
         """Asks for a checkpoint of what is computed. Beside dense groups it counts only at a page boundary: the rows
-        behind that are in an open page, which is private.
+        behind that are in an open page, which is private. Where a tail has passed that boundary too far to hold its
+        window, there is nothing to keep; ``num_checkpoints_skipped`` counts that.
         """
         num_tokens = kept.num_computed
         if len(self._tailed) < len(self._geometry.groups):
             num_tokens -= num_tokens % PAGE_TOKENS
-        if num_tokens and self._tailed:
+        if not num_tokens or not self._tailed:
+            return
+        rings = [group for group in self._tailed if group.mode != "dense"]
+        if all(is_dense_again(num_tokens, kept.bases[g.name], g.effective_window) for g in rings):
             kv_moves.copy_tails(self.kv, self._attachment.checkpoint(kept.slot, num_tokens, kind))
+        else:
+            self.num_checkpoints_skipped += 1
 
     # --- going back, and going on twice ---
 
