@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvstore.geometry import CacheGeometry, LayerGroup
+from protos.errors import InternalError
 from protos.page_hash import PAGE_TOKENS
 
 GRID_TOKENS = 128
@@ -133,7 +134,11 @@ class Batch:
 
 
 def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, deterministic: bool) -> Batch:
-    """Lays the spans out in rows. Logits come in the order of the spans in ``work`` that want them."""
+    """Lays the spans out in rows. Logits come in the order of the spans in ``work`` that want them.
+
+    Raises:
+        InternalError: a work falls into two spans of the grid, and a group has a tail.
+    """
     pieces = _on_grid(work) if deterministic else list(enumerate(work))
     if deterministic:  # rows of one tile size side by side; the sort is stable
         pieces.sort(key=lambda piece: tile_rows(piece[1].count))
@@ -231,7 +236,12 @@ def _tail_group(group: LayerGroup, tail_tokens: int, located: Sequence[tuple[Spa
             decode.append(span.first_row)
             slots.append(slot)
             rows.append(span.start % tail_tokens)
-    assert len({place.tail_slot for place in places}) == len(places), "two spans of one sequence in a step"
+    if len({place.tail_slot for place in places}) != len(places):  # the second would not see the first one's rows
+        raise InternalError(
+            f"two spans of one sequence in a step, in layer group {group.name!r} with a tail",
+            given=f"tail slots {sorted(place.tail_slot for place in places)}",
+            allowed="each once",
+        )
     as_rows = (torch.tensor(values, dtype=torch.int64) for values in (decode, slots, rows))
     return GroupBatch(tuple(places), *as_rows)
 

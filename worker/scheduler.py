@@ -40,8 +40,9 @@ def schedule(
         prefill_budget: most prompt tokens, decode rows not counted. At least 1, so something always runs.
         deterministic: prompt chunks end on the grid or at the prompt's end, and at least one span of the grid runs;
             emitted tokens that are computed again run one a step, as they did the first time.
-        one_span: at most one span of the grid a sequence and step. Deterministic mode needs it where rows are packed:
-            what a span reads packed follows from where the step starts.
+        one_span: at most one span of the grid a sequence and step. Deterministic mode needs it where a group has a
+            tail: a step's rows reach the ring after all of its spans, and what a span reads packed follows from where
+            the step starts.
     """
     work: list[Work] = []
     left = prefill_budget

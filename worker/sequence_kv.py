@@ -53,9 +53,9 @@ class SequenceKv:
         self.num_checkpoints_skipped = 0
 
     @property
-    def packs(self) -> bool:
-        """Whether any group's mode packs rows."""
-        return bool(self._packed)
+    def has_tails(self) -> bool:
+        """Whether any group keeps its newest rows in a ring, which takes one span of a sequence and step."""
+        return bool(self._tailed)
 
     # --- the ends of a sequence ---
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
-from protos.errors import PreconditionFailed
+from protos.errors import InternalError, PreconditionFailed
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
 from worker.batch import TILE_ROWS, SpanWork, build_batch
 from worker.model_runner import Step, check_tiles
@@ -23,22 +23,31 @@ from worker.weights import Model, load_model
 LENGTHS = (1, 2, 7, 8, 9, 31, 64, 100, 127, 128, 129, 200, 256, 301, 402)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), seed=8, hidden_size=96, intermediate_size=200)
-
-
 MODES: dict[str, dict[str, Any]] = {
     "dense": {},
     "turboquant": {"kv_mode": "turboquant"},
     "turboquant with dense edges": {"kv_mode": "turboquant", "dense_layers": (1, 0)},
     "fp8": {"kv_mode": "fp8"},
+    "window": {"kv_mode": "window"},
+    "window with dense edges": {"kv_mode": "window", "dense_layers": (1, 0)},
 }
+SLIDING = {"model_type": "mistral", "sliding_window": 64}
 
 
 @pytest.fixture(scope="module", params=MODES)
-def model(folder: Path, request: pytest.FixtureRequest) -> Model:
-    return load_model(config_for(folder, **MODES[request.param]))
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, mode: str) -> Path:
+    changes = SLIDING if mode.startswith("window") else {}
+    return write_model(tmp_path_factory.mktemp("model"), seed=8, hidden_size=96, intermediate_size=200, **changes)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, mode: str) -> Model:
+    return load_model(config_for(folder, **MODES[mode]))
 
 
 def requests(max_tokens: int = 12) -> list[Request]:
@@ -205,3 +214,11 @@ def test_tiles_follow_from_the_sequence_alone() -> None:
             assert size == min(rows for rows in TILE_ROWS if rows >= span.num_rows)
         assert sum(span.num_rows for span in batch.spans) == sum(w.count for w in work)
         assert int((batch.token_ids == 7).sum()) == len(batch.groups["g"].write_to)
+
+
+@pytest.mark.parametrize("mode", ["window", "fp8"])
+def test_two_spans_of_one_sequence_never_meet_a_tail(mode: Literal["window", "fp8"]) -> None:
+    group = LayerGroup("g", (Region(0, "k", 1, 64, "float32"),), mode=mode, window=64 if mode == "window" else 0)
+    work = [SpanWork([7] * 129, 0, {}, True, True, tail_slots={"g": 3})]
+    with pytest.raises(InternalError, match="two spans of one sequence"):
+        build_batch(work, CacheGeometry((group,)), deterministic=True)
