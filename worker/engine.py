@@ -100,7 +100,7 @@ class Engine:
         self._waiting = Waiting()
         self._running: list[Sequence] = []  # oldest first
         self._outputs: list[Output] = []
-        self._admission_blocked = False  # the oldest waiting sequence was refused, and nothing was released since
+        self._admission_blocked = False  # the oldest waiting sequence was refused, and nothing has changed since
         self._counters = Load()
 
     # --- any thread ---
@@ -426,6 +426,7 @@ class Engine:
                 self._inbox.remove(sequence)
         if sequence in self._waiting:
             self._waiting.remove(sequence)
+            self._admission_blocked = False  # what waits behind it may be smaller
         try:
             if sequence in self._running:
                 self._running.remove(sequence)

@@ -334,6 +334,20 @@ def test_two_prompts_of_more_than_half_the_memory_take_turns(load: Callable[...,
             assert all(len(t) == 60 for t in tokens.values())
 
 
+def test_what_waits_behind_a_large_request_starts_when_that_is_aborted(load: Callable[..., Harness]) -> None:
+    harness = load(num_pages=3, **TQ4)
+    harness.engine.submit(request("runs", prompt(1, 300), 200))
+    harness.step(3)
+    harness.engine.submit(request("large", prompt(2, 500), 20))
+    harness.engine.submit(request("small", prompt(3, 20), 5))
+    harness.step(2)
+    assert harness.engine.load().num_running == 1, "nobody overtakes"
+    harness.engine.abort("large")
+    harness.step(7)
+    assert len(harness.tokens("small")) == 5 and running(harness, "runs")
+    harness.run()
+
+
 def test_recompute_starts_sooner_and_drops_the_youngest(load: Callable[..., Harness]) -> None:
     """Short prompts with long answers: worst cases do not fit beside each other, what they start with does."""
     requests = [request(f"r{i}", prompt(i, 40), 400) for i in range(3)]
