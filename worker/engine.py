@@ -293,7 +293,8 @@ class Engine:
             if refused is None:
                 self._waiting.popleft()
                 self._running.append(sequence)
-                self._counters.prompt_tokens_cached += min(sequence.num_cached, sequence.num_prompt)
+                if not sequence.num_dropped:
+                    self._counters.prompt_tokens_cached += min(sequence.num_cached, sequence.num_prompt)
             elif refused.short_group and refused.pages_needed > refused.pages_total:
                 error = CapacityError(
                     "the sequence is larger than all KV memory of this worker",

@@ -81,8 +81,11 @@ class SequenceKv:
         if isinstance(answer, Refused):
             return answer
         self._take(opened, answer, promised)
-        opened.num_computed = opened.num_cached = answer.num_cached
-        opened.prefix_exact, opened.junction = answer.prefix_exact, answer.junction
+        opened.num_computed, opened.junction = answer.num_cached, answer.junction
+        again = opened.num_dropped > 0  # what it finds now may be its own: that is no prompt saved
+        opened.num_cached = min(opened.num_cached, answer.num_cached) if again else answer.num_cached
+        # Tokens that went out stay as exact as what they were computed over.
+        opened.prefix_exact = answer.prefix_exact and (opened.prefix_exact or not opened.num_emitted)
         kv_moves.copy_tails(self.kv, answer.tail_copies)
         kv_moves.refill_tails(self.kv, answer.refills, "resume")
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +368,42 @@ def test_recompute_starts_sooner_and_drops_the_youngest(load: Callable[..., Harn
     tokens = {r.request_id: daring.tokens(r.request_id) for r in requests}
     assert tokens == careful_tokens == expected
     assert daring.engine.load().sequences_recomputed > 0 and careful.engine.load().sequences_recomputed == 0
+
+
+@pytest.mark.parametrize("steps", [1, 12])
+@pytest.mark.parametrize("evicted", [True, False])
+def test_what_was_said_of_a_prefix_holds_when_it_is_dropped_and_computed_again(
+    load: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, steps: int, evicted: bool
+) -> None:
+    harness = load(checkpoints=0, admission="recompute", **TQ4)
+    ids = prompt(1, 700)
+    harness.run(request("a", ids, 2))
+    harness.engine.submit(request("b", ids[:600] + prompt(2, 200), 20, reuse=ANY))
+    harness.step(steps)
+    sequence = running(harness, "b")
+    cached = sequence.num_cached
+    assert cached >= 256 and not sequence.prefix_exact and bool(sequence.num_emitted) == (steps > 1)
+    if evicted:
+        opens = harness.attachment.open
+        monkeypatch.setattr(harness.attachment, "open", lambda asked: opens([replace(asked[0], reuse=False)]))
+    with torch.inference_mode():
+        harness.engine._drop(sequence)
+    harness.run()
+    assert usage(harness, "b") == (0 if evicted else cached, evicted and steps == 1)
+    assert harness.engine.load().prompt_tokens_cached == cached, "counted once"
+
+
+def test_what_a_dropped_sequence_finds_of_itself_is_not_prefix_reuse(load: Callable[..., Harness]) -> None:
+    harness = load(admission="recompute", **TQ4)
+    harness.engine.submit(request("a", prompt(1, 300), 20, reuse=ANY))
+    harness.step(12)
+    sequence = running(harness, "a")
+    with torch.inference_mode():
+        harness.engine._drop(sequence)
+    harness.step()
+    assert sequence.num_computed >= 300, "the checkpoint at its prompt's end"
+    harness.run()
+    assert usage(harness, "a") == (0, True) and harness.engine.load().prompt_tokens_cached == 0
 
 
 @pytest.mark.parametrize("seed", range(2))
