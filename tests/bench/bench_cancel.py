@@ -48,7 +48,8 @@ SETTLE_S = 30.0  # a bound on what would otherwise hang
 
 def say(event: str, request_id: str) -> None:
     """One line for the process that started this one."""
-    print(json.dumps({"event": event, "request_id": request_id, "at_ns": time.monotonic_ns()}), flush=True)
+    line = json.dumps({"event": event, "request_id": request_id, "at_ns": time.monotonic_ns()})
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())  # in one piece: two threads tell events
 
 
 class TellingEngine(Engine):

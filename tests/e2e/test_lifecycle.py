@@ -66,7 +66,8 @@ def test_bad_settings_are_named(tiny: Path, tmp_path: Path) -> None:
     assert "no size" in refused_up(*listen, "--model", str(tiny), "--kv-bytes", "much")
     assert "NOT_ENOUGH_MEMORY" in refused_up(*listen, "--model", str(tiny), "--kv-bytes", "100T")
     assert "dtype" in refused_up(*listen, "--model", str(tiny), "--dtype", "int3")
-    assert "turboquant" in refused_up(*listen, "--model", str(tiny), "--kv-mode", "turboquant")
+    assert "kv_mode" in refused_up(*listen, "--model", str(tiny), "--kv-mode", "zip")
+    assert "NO_MODEL_WINDOW" in refused_up(*listen, "--model", str(tiny), "--kv-mode", "window")
 
 
 def test_unreadable_weights_are_named_through_ray(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_another_order_is_another_version(monkeypatch: pytest.MonkeyPatch) -> No
     """A version changes the order of codes inside its planes and nothing else; readers get canonical records."""
     swap = Order(lambda codes, region: codes.flip(1), lambda codes, region: codes.flip(1))
     monkeypatch.setitem(layout.ORDERS, 2, swap)
+    monkeypatch.setattr("kernels.page_layout.VERSIONS", (1, 2))
     region = Region(128, 2, 64, 4)
     records = random_records(region)
     pages = {version: page_layout([region], version) for version in (1, 2)}
