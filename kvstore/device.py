@@ -368,7 +368,7 @@ class Device:
             entry["hash"] = list(page.hash)
             entry["parent"] = list(page.parent)
             entry["checksum"] = checksum or 0
-        self._mirror_pages(page.group, [page.page])
+        self._mirror_pages(page.group, [page.page] if page.freed is None else [page.page, page.freed])
 
     def _mirror_pages(self, group: str, pages: Iterable[int]) -> None:
         """Writes the page entries as the table has them."""

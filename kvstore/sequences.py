@@ -54,7 +54,9 @@ Tokens = Callable[[int, int], Sequence[int]]
 
 @dataclass(frozen=True)
 class SealedPage:
-    """Page ``index`` of a sequence became immutable. ``relinked``: it was so before, and nothing was written."""
+    """Page ``index`` of a sequence became immutable. ``relinked``: it was so before, and nothing was written. ``freed``:
+    an idle, inexact page of the same hash, which this one took the place of.
+    """
 
     group: str
     index: int
@@ -62,6 +64,7 @@ class SealedPage:
     hash: bytes
     parent: bytes
     relinked: bool
+    freed: int | None = None
 
 
 @dataclass
@@ -386,7 +389,7 @@ class SequenceTable:
         table = self.groups[name]
         digest = sequence.hashes[index]
         parent = sequence.hashes[index - 1] if index else ROOT
-        relinked = False
+        relinked, freed = False, None
         if state.group.packed:
             new = state.handed.pop(index)
             page, relinked = new.page_id, isinstance(new.source, Relinked)
@@ -409,9 +412,10 @@ class SequenceTable:
             end = (index + 1) * PAGE_TOKENS
             exact = sequence.inexact_from is None or end <= sequence.inexact_from
             added = self.index.add(name, digest, page, parent=parent, exact=exact)
-            if added.free is not None:
-                table.uncache([added.free])
-        return SealedPage(name, index, page, digest, parent, relinked)
+            freed = added.free
+            if freed is not None:
+                table.uncache([freed])
+        return SealedPage(name, index, page, digest, parent, relinked, freed)
 
     def _free_behind_window(self, name: str, state: GroupPages, num_tokens: int, step_tokens: int) -> None:
         behind = state.behind_window(num_tokens, step_tokens)

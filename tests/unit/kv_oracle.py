@@ -1,4 +1,4 @@
-"""A worker in plain Python over the store's pure tables, beside an oracle that keeps everything.
+"""A worker in plain Python over a store's device, tables and control block, beside an oracle that keeps everything.
 
 A row's value is opaque: ``Row(content, lossy, pure)``. ``content`` names salt and all tokens up to the row's own, so
 two rows are equal exactly when their histories are; ``lossy`` marks rows that were dequantised; ``pure`` says that the
@@ -8,14 +8,16 @@ A packed page holds the rows that were packed; dequantising one gives a lossy ro
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvstore.answers import Admitted, Forked, NewPage, PageCopy, Refill, Refused, Relinked, Split, TailCopy
+from kvstore.device import Device, DeviceSpec, NewSequence
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
+from kvstore.group_pages import NO_PAGE
 from kvstore.pages import PageState
 from kvstore.retention import is_dense_again
-from kvstore.sequences import SequenceTable
 from protos.errors import CapacityError, PreconditionFailed
 from protos.page_hash import PAGE_TOKENS, page_hashes
 
@@ -84,14 +86,14 @@ class Worker:
         checkpoint_slots: int = 2,
     ) -> None:
         self.geometry = CacheGeometry(groups, margin=margin, max_step_tokens=max_step_tokens)
-        self.table = SequenceTable(
-            self.geometry,
-            {group.name: num_pages for group in groups},
-            max_sequences=max_sequences,
-            max_sequence_tokens=max_tokens,
-            weights_digest=WEIGHTS,
-            checkpoint_slots=checkpoint_slots,
+        tails = (max_sequences + checkpoint_slots) * self.geometry.tail_bytes
+        arena_bytes = num_pages * sum(group.page_bytes for group in groups) + tails
+        self.device = Device.allocate(
+            DeviceSpec("cpu:0", self.geometry, arena_bytes, max_sequences, max_tokens, WEIGHTS, checkpoint_slots)
         )
+        weakref.finalize(self, self.device.close)
+        self.device.control.epoch = 1
+        self.table = self.device.table
         self.pages: dict[tuple[str, int], dict[tuple[str, int], Row]] = {}  # (region kind, row in page) -> Row
         self.tails: dict[tuple[str, int], dict[tuple[str, int], tuple[int, Row]]] = {}  # (kind, ring row) -> (row, Row)
         self.sealed: dict[tuple[str, int], tuple[int, dict[tuple[str, int], Row]]] = {}
@@ -107,8 +109,7 @@ class Worker:
     def open(
         self, salt: str, prompt: list[int], max_tokens: int, *, reuse: bool = True, exact_only: bool = False
     ) -> Admitted | Refused:
-        self.table.confirm()
-        result = self.table.open("r", salt, prompt, max_tokens, reuse=reuse, exact_only=exact_only)
+        (result,) = self.device.open([NewSequence("r", salt, prompt, max_tokens, b"", reuse, exact_only)])
         if isinstance(result, Refused):
             return result
         e = self.expected[result.slot] = Expected(salt, max_tokens, [])
@@ -166,11 +167,11 @@ class Worker:
 
     def truncate(self, slot: int, num_tokens: int) -> bool | None:
         """Whether it was exact; None: it was refused by name."""
-        self.table.confirm()
         e = self.expected[slot]
+        self._log(slot)
         before = {name: (list(s.pages), s.base) for name, s in self.table.sequence(slot).groups.items()}
         try:
-            result = self.table.truncate(slot, num_tokens, len(e.tokens), lambda a, b: e.tokens[a:b])
+            result = self.device.truncate(slot, num_tokens)
         except (PreconditionFailed, CapacityError) as refused:
             assert refused.reason in ("TRUNCATE_TOO_DEEP", "ARENA_FULL")
             if refused.reason == "TRUNCATE_TOO_DEEP":
@@ -188,9 +189,9 @@ class Worker:
         return result.exact
 
     def fork(self, slot: int, max_tokens: int) -> Forked | Refused:
-        self.table.confirm()
         e = self.expected[slot]
-        result = self.table.fork(slot, "f", max_tokens, e.num_rows)
+        self._log(slot)
+        result = self.device.fork(slot, "f", max_tokens, b"")
         if isinstance(result, Forked):
             self._wipe(result.slot)
             self._move(result.copies, result.tail_copies, [])
@@ -199,29 +200,31 @@ class Worker:
         return result
 
     def checkpoint(self, slot: int, kind: str = "turn_end") -> list[TailCopy]:
-        self.table.confirm()
-        e = self.expected[slot]
-        copies = self.table.checkpoint(slot, e.num_rows, kind, lambda a, b: e.tokens[a:b])
+        self._log(slot)
+        copies = self.device.checkpoint(slot, self.expected[slot].num_rows, kind)
         self._move([], copies, [])
         return copies
 
     def release(self, slot: int) -> None:
-        self.table.confirm()
-        self.table.release([slot])
+        self.device.release([slot])
         del self.expected[slot]
 
     def detach(self, *, goodbye: bool) -> None:
-        self.table.end_attachment(confirmed=goodbye)
-        self.table.release(self.table.slots)
+        self.device.release_all(goodbye=goodbye)
         self.expected.clear()
         self.tails = {key: tail for key, tail in self.tails.items() if key[1] >= self.table.max_sequences}
 
     # --- memory ---
 
+    def _log(self, slot: int) -> None:
+        """Writes tokens to the log and says which rows stand, as a worker does before it seals."""
+        e, control = self.expected[slot], self.device.control
+        control.append_tokens(slot, e.tokens[control.logged(slot) :])
+        control.commit(slot, e.num_rows)
+
     def _reserve(self, slot: int, end: int, step: int) -> dict[str, list[NewPage]]:
-        self.table.confirm()
-        handed = self.table.reserve([(slot, end, step)]).get(slot, {})
-        assert self.table.reserve([(slot, end, step)]) == {}
+        handed = self.device.reserve([(slot, end, step)]).get(slot, {})
+        assert self.device.reserve([(slot, end, step)]) == {}
         for name, new in handed.items():
             for page in new:
                 if page.source is None:
@@ -280,14 +283,18 @@ class Worker:
     def _pack_and_seal(
         self, slot: int, end: int, step: int, handed: dict[str, list[NewPage]], workspace: dict[int, Row]
     ) -> None:
-        e = self.expected[slot]
+        groups = self.table.sequence(slot).groups
         for group in self.geometry.groups:
             if group.packed:
                 for new in handed.get(group.name, []):
                     self._pack(slot, group, new, workspace)
-        for page in self.table.seal(slot, end, step, lambda a, b: e.tokens[a:b]):
-            generation = self.table.groups[page.group].generation(page.page)
-            self.sealed[page.group, page.page] = (generation, dict(self.pages[page.group, page.page]))
+        first = {name: state.num_sealed for name, state in groups.items()}
+        self._log(slot)
+        self.device.seal([(slot, end, step)])
+        for name, state in groups.items():
+            for page in state.pages[first[name] : state.num_sealed]:
+                if page != NO_PAGE:
+                    self.sealed[name, page] = (self.table.groups[name].generation(page), dict(self.pages[name, page]))
 
     def _pack(self, slot: int, group: LayerGroup, new: NewPage, workspace: dict[int, Row]) -> None:
         e = self.expected[slot]
@@ -352,6 +359,10 @@ class Worker:
         return pure
 
     # --- what must hold ---
+
+    def verify(self) -> None:
+        """The control block says what the tables do."""
+        assert self.device.verifier.tables() == []
 
     def check(self) -> None:
         self.table.check()

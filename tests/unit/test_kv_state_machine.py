@@ -145,6 +145,23 @@ class KvMatchesAnOracle(RuleBasedStateMachine):
         if slot is not None:
             self.worker.release(slot)
 
+    @precondition(lambda self: self.worker.expected)
+    @rule(number=PICK)
+    def compute_again(self, number: int) -> None:
+        """Its tokens and more, with reuse and then without: exact pages take the place of those of an inexact resume."""
+        slot = self.pick(number)
+        if slot is None:
+            return
+        e = self.worker.expected[slot]
+        tokens = e.tokens + [self.random.randrange(1000) for _ in range(min(400, MAX_TOKENS - len(e.tokens)))]
+        for reuse in (True, False):
+            self.worker.release(slot)
+            result = self.worker.open(e.salt, tokens, len(tokens), reuse=reuse)
+            if not isinstance(result, Admitted):
+                return
+            slot = result.slot
+            self.finish_prefill(slot, 200)
+
     @rule(goodbye=st.booleans())
     def detach(self, goodbye: bool) -> None:
         self.worker.detach(goodbye=goodbye)
@@ -155,6 +172,7 @@ class KvMatchesAnOracle(RuleBasedStateMachine):
     def all_is_well(self) -> None:
         if hasattr(self, "worker"):
             self.worker.check()
+            self.worker.verify()
 
 
 @pytest.mark.parametrize("geometry", list(GEOMETRIES))
