@@ -192,7 +192,7 @@ class Engine:
 
     def _refusal(self, request: Request) -> TailpackError | None:
         if request.request_id in self._known:
-            return AlreadyExists("this request_id runs here", reason="DUPLICATE_REQUEST", given=request.request_id)
+            return _duplicate(request.request_id)
         limit = self._config.max_running + self._config.max_waiting
         if len(self._known) >= limit:
             return CapacityError(
@@ -402,9 +402,20 @@ class Engine:
         return self._held.truncate(sequence, num_tokens, next_token)
 
     def fork(self, sequence: Sequence, request_id: str) -> Sequence | None:
-        """A second running sequence that stands where ``sequence`` stands; None: no room. As ``truncate``."""
+        """A second running sequence that stands where ``sequence`` stands; None: no room. As ``truncate``.
+
+        Raises:
+            AlreadyExists: DUPLICATE_REQUEST, ``request_id`` runs or waits here.
+        """
+        with self._lock:
+            if request_id in self._known:
+                raise _duplicate(request_id)
+        if len(self._running) >= self._config.max_running:
+            return None
         child = self._held.fork(sequence, request_id)
         if child is not None:
+            child.submitted_ns, child.num_dropped = time.monotonic_ns(), 0
+            child.first_run_ns = child.first_token_ns = child.last_token_ns = 0
             with self._lock:
                 self._known[request_id] = child
             self._running.append(child)
@@ -525,6 +536,10 @@ def _refused(request: Request, error: TailpackError) -> Output:
         usage=types_pb2.Usage(prompt_tokens=len(request.prompt), output_tokens=len(request.emitted)),
         timings=types_pb2.Timings(),
     )
+
+
+def _duplicate(request_id: str) -> AlreadyExists:
+    return AlreadyExists("this request_id runs here", reason="DUPLICATE_REQUEST", given=request_id)
 
 
 def _internal(error: BaseException) -> InternalError:

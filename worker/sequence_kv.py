@@ -22,6 +22,7 @@ from worker.kv_moves import SealJob, SpanRows
 from worker.kv_view import KvView
 from worker.model_runner import Step
 from worker.scheduler import Work
+from worker.seen import Seen
 from worker.sequence import Load
 from worker.sequence import Sequence as Seq
 
@@ -220,7 +221,8 @@ class SequenceKv:
         forked = self._attachment.fork(parent.slot, request_id, promised, request.frozen())
         if isinstance(forked, Refused):
             return None
-        child = replace(parent, request=request, token_ids=list(parent.token_ids))
+        child = replace(parent, request=request, token_ids=list(parent.token_ids), seen=Seen(), seed_reported=False)
+        child.junction = 0  # the parent's checkpoint there serves both
         self._take(child, forked, promised)
         self._fill_fork(child, forked)
         return child

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from kvstore.group_pages import worst_pages
 from protos import types_pb2 as pb
-from protos.errors import ConfigError, PreconditionFailed
+from protos.errors import AlreadyExists, ConfigError, PreconditionFailed
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
 from worker import sequence_kv
 from worker.kv_view import place_of
@@ -322,6 +322,25 @@ def test_a_fork_and_its_parent_do_not_touch_each_other(load: Callable[..., Harne
     assert parent.token_ids[290:] == expected and child.token_ids[290:] == expected
     assert sibling.token_ids != parent.token_ids and len(sibling.token_ids) == 370
     harness.attachment.check_empty()
+
+
+def test_a_fork_is_a_request_of_its_own(load: Callable[..., Harness]) -> None:
+    harness = load(max_running=2, **TQ4)
+    harness.engine.submit(request("r", prompt(1, 290), 20, temperature=1.0, repetition_penalty=1.1, seed=7))
+    harness.step(8)
+    parent = running(harness, "r")
+    parent.junction = 384
+    with torch.inference_mode():
+        with pytest.raises(AlreadyExists) as refused:
+            harness.engine.fork(parent, "r")
+        assert refused.value.reason == "DUPLICATE_REQUEST"
+        child = harness.engine.fork(parent, "child")
+        assert child is not None and harness.engine.fork(parent, "third") is None, "max_running"
+    assert parent.first_token_ns and (child.first_run_ns, child.first_token_ns, child.last_token_ns) == (0, 0, 0)
+    assert child.submitted_ns > parent.last_token_ns and child.junction == 0 and child.seen is not parent.seen
+    harness.run()
+    assert harness.outputs["child"][0].seed == 7
+    assert child.token_ids == parent.token_ids
 
 
 # --- admission ---
