@@ -54,8 +54,8 @@ Tokens = Callable[[int, int], Sequence[int]]
 
 @dataclass(frozen=True)
 class SealedPage:
-    """Page ``index`` of a sequence became immutable. ``relinked``: it was so before, and nothing was written. ``freed``:
-    an idle, inexact page of the same hash, which this one took the place of.
+    """Page ``index`` of a sequence became immutable. ``relinked``: it was so before, and nothing was written.
+    ``freed``: an idle, inexact page of the same hash, which this one took the place of.
     """
 
     group: str
@@ -389,12 +389,14 @@ class SequenceTable:
         table = self.groups[name]
         digest = sequence.hashes[index]
         parent = sequence.hashes[index - 1] if index else ROOT
-        relinked, freed = False, None
+        relinked, freed, packed_twice = False, None, False
         if state.group.packed:
             new = state.handed.pop(index)
             page, relinked = new.page_id, isinstance(new.source, Relinked)
             state.pages.append(page)
             shadow = state.shadows.pop(index, None)
+            packed_twice = new.source is None and index * PAGE_TOKENS < state.lossy_end
+            self.counters["pages_packed_twice", name] += packed_twice
             if relinked:
                 self.counters["pages_relinked", name] += 1
             else:
@@ -410,7 +412,7 @@ class SequenceTable:
             self.counters["pages_sealed", name] += 1
         if not relinked:
             end = (index + 1) * PAGE_TOKENS
-            exact = sequence.inexact_from is None or end <= sequence.inexact_from
+            exact = not packed_twice and (sequence.inexact_from is None or end <= sequence.inexact_from)
             added = self.index.add(name, digest, page, parent=parent, exact=exact)
             freed = added.free
             if freed is not None:
@@ -627,7 +629,7 @@ class SequenceTable:
         """
         parent = self.sequence(slot)
         self.demand_valid(length, max_tokens)
-        states = {name: self._forked(state, max_tokens, length) for name, state in parent.groups.items()}
+        states = {name: self._forked(parent, state, max_tokens) for name, state in parent.groups.items()}
         refused = self._refusal(states) or self._reopened(parent)
         if refused:
             return refused
@@ -670,9 +672,15 @@ class SequenceTable:
                 return Refused(name, state.worst, table.num_available, table.num_pages)
         return None
 
-    def _forked(self, state: GroupPages, max_tokens: int, length: int) -> GroupPages:
+    def _forked(self, parent: SequencePages, state: GroupPages, max_tokens: int) -> GroupPages:
         _, shadows = unhanded(state)
         worst = max(worst_pages(state.group, state.margin, max_tokens), state.num_sealed)
+        # Rows that were dequantised and that the parent would never have packed: their pages, if they are still there.
+        # Where one is gone, the rows are packed a second time, and that page is not exact.
+        for index in range(state.num_sealed, min(worst, state.lossy_end // PAGE_TOKENS)):
+            page = self.index.page(state.group.name, parent.hashes[index])
+            if index not in shadows and page is not None:
+                shadows[index] = Shadow(page, PAGE_TOKENS)
         return GroupPages(
             state.group,
             state.margin,

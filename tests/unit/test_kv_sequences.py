@@ -354,6 +354,28 @@ def test_a_fork_shares_sealed_pages_and_copies_what_is_open() -> None:
     step_to(w, fork.slot, 1000, step=9)
 
 
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_fork_that_outgrows_a_resumed_parent_publishes_no_row_that_was_packed_twice_as_exact(evicted: bool) -> None:
+    w = Worker((FULL,), num_pages=8)
+    w.release(opened(w, 700, 700))
+    parent = admitted(w.open("", TOKENS[:520], 522))  # 512 cached; its rows from 256 on are dequantised, and stay
+    w.prefill(parent, 8)
+    if evicted:
+        w.release(opened(w, 1020, 1020, salt="other"))
+    child = w.fork(parent, 900)
+    assert isinstance(child, Forked)
+    step_to(w, child.slot, 800, step=9)
+    table = w.table
+    twice = table.counters["pages_packed_twice", "full"]
+    assert twice * PAGE_TOKENS == w.packed_twice
+    assert (twice > 0) == evicted
+    assert (table.counters["pages_relinked", "full"] > 0) == (not evicted)
+    hashes = table.sequence(child.slot).hashes
+    found = [table.index.pages("full", [h]) for h in hashes[:4]]
+    assert [bool(f and f.exact) for f in found] == [True, True, not evicted, not evicted]
+    w.verify()
+
+
 # --- prefix reuse ---
 
 

@@ -148,7 +148,7 @@ class KvMatchesAnOracle(RuleBasedStateMachine):
     @precondition(lambda self: self.worker.expected)
     @rule(number=PICK)
     def compute_again(self, number: int) -> None:
-        """Its tokens and more, with reuse and then without: exact pages take the place of those of an inexact resume."""
+        """Its tokens and more, with reuse and then without: exact pages take the place of inexact ones."""
         slot = self.pick(number)
         if slot is None:
             return
