@@ -325,7 +325,7 @@ def test_a_fork_and_its_parent_do_not_touch_each_other(load: Callable[..., Harne
 
 
 def test_a_fork_is_a_request_of_its_own(load: Callable[..., Harness]) -> None:
-    harness = load(max_running=2, **TQ4)
+    harness = load(max_running=2, admission="recompute", **TQ4)  # the store has a slot more
     harness.engine.submit(request("r", prompt(1, 290), 20, temperature=1.0, repetition_penalty=1.1, seed=7))
     harness.step(8)
     parent = running(harness, "r")
