@@ -74,6 +74,7 @@ def seconds(text: str) -> float:
     "--kv-preset", default="", metavar=_KV_PRESETS, help=f"Of mode turboquant.  [default: {DEFAULT_PRESET}]"
 )
 @advanced_option("--dense-layers", default="0,0", show_default=True, help="First and last layers that stay dense: F,L.")
+@advanced_option("--checkpoints", default=-1, help="Tails kept for exact resumes.  [default: as many as --max-running]")
 @advanced_option(
     "--admission",
     default="worst_case",

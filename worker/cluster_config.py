@@ -32,6 +32,7 @@ class ClusterConfig:
     kv_mode: str = "dense"
     kv_preset: str = ""
     dense_layers: tuple[int, int] | str = (0, 0)
+    checkpoints: int = -1
     admission: str = "worst_case"
     max_running: int = 16
     max_waiting: int = 1024
@@ -70,6 +71,7 @@ class ClusterConfig:
             "kv_mode": self.kv_mode,
             "kv_preset": self.kv_preset,
             "dense_layers": self.dense_layers,
+            "checkpoints": self.checkpoints,
             "admission": self.admission,
             "arena_bytes": arena_bytes,
             "max_running": self.max_running,
