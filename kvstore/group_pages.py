@@ -200,6 +200,7 @@ def cut_packed(state: GroupPages, num_tokens: int, kept_base: int | None = None)
     return Cut(target, state.pages[:first] if group.has_pages else [], kept, dropped, refill)
 
 
-def pending_is_there(state: GroupPages, num_tokens: int) -> bool:
-    """Whether the rows that wait for their partial group at ``num_tokens`` are still in the ring."""
-    return max(0, num_tokens - PENDING_REACH) >= state.ring_first or num_tokens == 0
+def pending_is_there(state: GroupPages, num_tokens: int, length: int) -> bool:
+    """Whether the rows that wait for their partial group at ``num_tokens`` are in the ring yet, of ``length`` rows."""
+    ring_first = max(state.ring_first, length - state.tail_tokens)
+    return max(0, num_tokens - PENDING_REACH) >= ring_first or num_tokens == 0

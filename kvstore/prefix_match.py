@@ -66,6 +66,9 @@ def find_match(
 ) -> Match | None:
     """The longest boundary at which every group holds what it needs and that leaves a token to compute; None: none.
 
+    An exact match goes on as the sequence that left it behind would have, had it not been released. That may differ
+    from a sequence computed at once: of two prefill chunks, the second read what the first had packed.
+
     Args:
         kept: what checkpoints hold, by any of their tail slots.
         hashes: of the whole pages of ``tokens``.
@@ -145,7 +148,7 @@ class _Finder:
             found = self._index.pages(group.name, [self._hashes[i] for i in indices]) if indices else None
             if indices and found is None:
                 return None
-            pages = [NO_PAGE] * indices.start + found.pages if found else []
+            pages = [NO_PAGE] * indices.start + (found.pages if found else [])
             matches[group.name] = GroupMatch(pages, base, ring_first=ring_first)
             needed[group.name] = indices
         marked = self._first_inexact(needed)

@@ -458,12 +458,15 @@ class SequenceTable:
                 given=num_tokens,
                 allowed=f"0 to {length}",
             )
+        cuts, checkpoint = self._plan_truncate(sequence, num_tokens, length, tokens)
         for state in sequence.groups.values():
             state.written(length)
-        cuts, checkpoint = self._plan_truncate(sequence, num_tokens, tokens)
         if checkpoint:
             num_tokens = checkpoint.num_tokens
-        exact = checkpoint is not None or all(cut.refill is None for cut in cuts.values())
+            inexact_from = self._kept(checkpoint).inexact_from
+            exact = inexact_from is None or inexact_from >= num_tokens
+        else:
+            exact = all(cut.refill is None for cut in cuts.values())
         self._apply(sequence, cuts, num_tokens)
         copies: list[PageCopy] = []
         for name, cut in cuts.items():
@@ -481,7 +484,7 @@ class SequenceTable:
         return Truncated(num_tokens, copies, refills, exact, sequence.bases, tail_copies)
 
     def _plan_truncate(
-        self, sequence: SequencePages, num_tokens: int, tokens: Tokens
+        self, sequence: SequencePages, num_tokens: int, length: int, tokens: Tokens
     ) -> tuple[dict[str, Cut], Checkpoint | None]:
         cuts: dict[str, Cut] = {}
         too_deep: list[str] = []
@@ -492,7 +495,8 @@ class SequenceTable:
                 too_deep.append(cut)
                 continue
             cuts[name] = cut
-            if state.group.has_pending and num_tokens and (cut.refill or not pending_is_there(state, num_tokens)):
+            there = cut.refill is None and pending_is_there(state, num_tokens, length)
+            if state.group.has_pending and num_tokens and not there:
                 pending.append(name)
         if not too_deep and not pending:
             return self._affordable(sequence, cuts), None
@@ -518,7 +522,7 @@ class SequenceTable:
         one_more = [*head, 0]
         chain = [*hashes, bytes(len(ROOT))] if len(one_more) // PAGE_TOKENS > whole else hashes
         for checkpoint in self.checkpoints.matches(sequence.salt, chain, one_more):
-            kept = self._kept_tails[next(iter(checkpoint.slots.values()))]
+            kept = self._kept(checkpoint)
             cuts: dict[str, Cut] = {}
             for name, state in sequence.groups.items():
                 if state.group.mode == "dense":
@@ -530,6 +534,9 @@ class SequenceTable:
             if len(cuts) == len(sequence.groups):
                 return cuts, checkpoint
         return None
+
+    def _kept(self, checkpoint: Checkpoint) -> KeptTails:
+        return self._kept_tails[next(iter(checkpoint.slots.values()))]
 
     def _affordable(self, sequence: SequencePages, cuts: dict[str, Cut]) -> dict[str, Cut]:
         """The cuts, with pages completed in place where no other is to be had.
@@ -598,7 +605,7 @@ class SequenceTable:
     def _restore_tails(self, sequence: SequencePages, checkpoint: Checkpoint | None) -> list[TailCopy]:
         if checkpoint is None:
             return []
-        kept = self._kept_tails[next(iter(checkpoint.slots.values()))]
+        kept = self._kept(checkpoint)
         for name in checkpoint.slots:
             state = sequence.groups[name]
             state.ring_first, state.lossy_end = kept.ring_firsts[name], 0
@@ -718,7 +725,7 @@ class SequenceTable:
         for name in self._tailed:
             state = sequence.groups[name]
             dense = state.group.mode == "dense" or is_dense_again(num_tokens, state.base, state.window)
-            if not dense or (state.group.has_pending and not pending_is_there(state, num_tokens)):
+            if not dense or (state.group.has_pending and not pending_is_there(state, num_tokens, num_tokens)):
                 raise PreconditionFailed(
                     f"the tail of slot {slot} in group {name!r} does not hold the window of this length",
                     reason="CHECKPOINT_NOT_DENSE",
@@ -732,6 +739,8 @@ class SequenceTable:
         checkpoint = self.checkpoints.put(sequence.salt, hashes, log, exact=exact, kind=known)
         if checkpoint is None:
             return []
+        for name in self._tailed:
+            sequence.groups[name].written(num_tokens)
         kept = KeptTails(
             bases={name: sequence.groups[name].base for name in self._tailed},
             ring_firsts={name: sequence.groups[name].ring_first for name in self._tailed},

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvstore.answers import Admitted, Forked, PageCopy, Refused, Relinked, Split
+from kvstore.geometry import LayerGroup
 from kvstore.retention import dense_base, is_dense_again
 from protos.errors import (
     CapacityError,
@@ -24,6 +25,7 @@ from tests.unit.kv_oracle import (
     DENSE_PENDING,
     FULL,
     RING,
+    ROW,
     SHORT,
     SLIDING,
     WEIGHTS,
@@ -331,6 +333,37 @@ def test_pending_rows_go_back_to_the_last_kept_boundary_or_not_at_all() -> None:
         assert w.truncate(slot, 690) is True
 
 
+@pytest.mark.parametrize("inexact", [False, True])
+def test_a_truncate_to_a_kept_boundary_is_as_exact_as_the_boundary(inexact: bool) -> None:
+    w = Worker((RING, FULL), num_pages=24)
+    slot = opened(w, 700, 1400)
+    if inexact:
+        assert w.truncate(slot, 610) is False
+    step_to(w, slot, 1000, step=9)
+    assert w.checkpoint(slot)
+    step_to(w, slot, 1300, step=9)
+    assert w.truncate(slot, 1001) is not inexact
+    assert w.expected[slot].num_rows == 1000
+
+
+def test_a_refused_truncate_changes_nothing_of_what_the_rings_hold() -> None:
+    w = Worker((RING,), num_pages=0)
+    slot = opened(w, 1000)
+    state = w.table.sequence(slot).groups["ring"]
+    before = state.ring_first
+    with pytest.raises(PreconditionFailed):
+        w.table.truncate(slot, 10, 1300, lambda a, b: TOKENS[a:b])
+    assert state.ring_first == before == 1000 - state.tail_tokens
+
+
+def test_a_checkpoint_before_any_seal_knows_what_its_ring_holds() -> None:
+    w = Worker((RING,), num_pages=0)
+    slot = admitted(w.open("", TOKENS[:1000], 1000))
+    (copy,) = w.table.checkpoint(slot, 1000, "turn_end", lambda a, b: TOKENS[a:b])
+    state = w.table.sequence(slot).groups["ring"]
+    assert w.table._kept_tails[copy.to_slot].ring_firsts == {"ring": 1000 - state.tail_tokens}
+
+
 # --- fork ---
 
 
@@ -410,6 +443,21 @@ def test_an_exact_page_takes_the_place_of_an_idle_inexact_one_in_the_control_blo
     assert w.table.groups["full"].num_free == free
     again = w.open("", TOKENS[:1000], 1200, exact_only=True)
     assert isinstance(again, Admitted)
+
+
+def test_a_checkpoint_match_that_needs_no_page_keeps_the_places_of_those_it_left_behind() -> None:
+    w = Worker((LayerGroup("wide", (ROW,), "turboquant", "tq4", window=300, dense_window=250),), num_pages=24)
+    slot = opened(w, 770)
+    base = w.table.sequence(slot).bases["wide"]
+    assert w.checkpoint(slot)
+    w.release(slot)
+    answer = w.open("", TOKENS[:800], 1200)
+    assert isinstance(answer, Admitted)
+    assert (answer.num_cached, answer.prefix_exact) == (770, True)
+    assert len(answer.pages["wide"]) * PAGE_TOKENS == answer.bases["wide"] == base == 384
+    w.prefill(answer.slot, 30)
+    step_to(w, answer.slot, 1200, step=9)
+    w.verify()
 
 
 def test_a_match_leaves_a_token_to_compute_and_never_crosses_salts() -> None:
