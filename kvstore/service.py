@@ -33,6 +33,7 @@ log = structlog.get_logger("kvstore")
 
 SUSPECT_WAIT_S = 2.0  # a killed process closes its sockets shortly before it counts as gone
 IDLE_CHECK_S = 5.0  # without a call for so long, the store checks itself
+VERIFY_SLICE_PAGES = 64  # of each group, between which other calls are answered
 IDLE_CHECK_PAGES = 16  # of each group, a check: the loop is busy for that long
 WATCH_POLL_S = 0.05
 WATCH_BATCH = 4096  # events in one message
@@ -322,9 +323,14 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         for name, device in sorted(self._devices.items()):
             with self._invariants(device):
                 found = device.verifier.tables()
-                wrong, count = device.verifier.checksums()
-            problems += [f"{name}: {problem}" for problem in (*found, *wrong)]
-            compared += count
+            for first in range(0, device.verifier.num_pages, VERIFY_SLICE_PAGES):
+                if self._devices.get(name) is not device:  # given up meanwhile
+                    break
+                wrong, count = device.verifier.checksums(range(first, first + VERIFY_SLICE_PAGES))
+                found += wrong
+                compared += count
+                await asyncio.sleep(0)  # workers wait for their answers meanwhile
+            problems += [f"{name}: {problem}" for problem in found]
         return kvstore_pb2.VerifyResponse(problems=problems, pages_checked=compared)
 
     async def check_when_idle(self) -> None:
@@ -339,7 +345,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 continue
             for name, device in list(self._devices.items()):
                 with self._invariants(device):
-                    found = device.verifier.tables() + device.verifier.checksums(IDLE_CHECK_PAGES)[0]
+                    found = device.verifier.tables() + device.verifier.next_checksums(IDLE_CHECK_PAGES)
                 for problem in found:
                     if problem not in self._problems.setdefault(name, []):
                         self._problems[name].append(problem)

@@ -62,27 +62,41 @@ class Verifier:
                 problems.append(f"slot {slot}: page hashes differ from those of its token log")
         return problems
 
-    def checksums(self, most: int | None = None) -> tuple[list[str], int]:
-        """Compares pages with the checksums they were sealed with: (problems, pages compared).
+    @property
+    def num_pages(self) -> int:
+        """Pages of the largest group."""
+        return max((table.num_pages for table in self._table.groups.values()), default=0)
 
-        With ``most``, looks at no more pages than that, and goes on from there the next time.
-        """
+    def checksums(self, pages: range | None = None) -> tuple[list[str], int]:
+        """Compares pages (of every group; None: all) with the checksums they were sealed with: (problems, compared)."""
         problems: list[str] = []
         compared = 0
         for name, table in self._table.groups.items():
-            count = table.num_pages if most is None else min(most, table.num_pages)
-            first = 0 if most is None else self._next.get(name, 0)
-            for step in range(count):
-                page = (first + step) % table.num_pages
-                stored = int(self._control.pages[name]["checksum"][page])
-                if stored == NO_CHECKSUM or table.state(page) not in (PageState.SEALED, PageState.CACHED):
-                    continue
-                compared += 1
-                if self._checksum(name, page) != stored:
-                    digest = bytes(self._control.pages[name]["hash"][page]).hex()
-                    problems.append(f"group {name!r}: the checksum of page {page} (hash {digest}) is wrong")
-            self._next[name] = (first + count) % table.num_pages
+            for page in range(table.num_pages)[slice(pages.start, pages.stop) if pages is not None else slice(None)]:
+                found = self._compare(name, page)
+                compared += found is not None
+                problems += found or []
         return problems, compared
+
+    def next_checksums(self, most: int) -> list[str]:
+        """Problems of up to ``most`` pages of each group; goes on from there the next time."""
+        problems: list[str] = []
+        for name, table in self._table.groups.items():
+            count, first = min(most, table.num_pages), self._next.get(name, 0)
+            for step in range(count):
+                problems += self._compare(name, (first + step) % table.num_pages) or []
+            self._next[name] = (first + count) % table.num_pages
+        return problems
+
+    def _compare(self, name: str, page: int) -> list[str] | None:
+        """What is wrong with the bytes of one page; None where nothing says what they must be."""
+        stored = int(self._control.pages[name]["checksum"][page])
+        if stored == NO_CHECKSUM or self._table.groups[name].state(page) not in (PageState.SEALED, PageState.CACHED):
+            return None
+        if self._checksum(name, page) == stored:
+            return []
+        digest = bytes(self._control.pages[name]["hash"][page]).hex()
+        return [f"group {name!r}: the checksum of page {page} (hash {digest}) is wrong"]
 
     def _checksum(self, group: str, page: int) -> int:
         arena = self._arenas.pages[group]

@@ -115,6 +115,35 @@ async def test_a_holder_that_is_not_visible_keeps_its_memory(service: KvStoreSer
     assert (await service._attach(SPEC, "next")).device is not attached.device
 
 
+async def test_a_verify_of_many_pages_lets_other_calls_run(
+    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.service.VERIFY_SLICE_PAGES", 2)
+    device = (await service._attach(SPEC, "w")).device
+    (result,) = device.open([NewSequence("r", "", [1] * 256, 256, b"")])
+    assert isinstance(result, Admitted)
+    pages = device.reserve([(result.slot, 256, 1)])[result.slot]["full"]
+    device.control.commit(result.slot, 256)
+    device.seal([(result.slot, 256, 1)], {("full", page.page_id): 7 for page in pages})
+    order: list[str] = []
+
+    async def other() -> None:
+        for _ in range(3):
+            order.append("call")
+            await asyncio.sleep(0)
+
+    real = device.verifier.checksums
+
+    def checksums(pages: range | None = None) -> tuple[list[str], int]:
+        order.append("slice")
+        return real(pages)
+
+    monkeypatch.setattr(device.verifier, "checksums", checksums)
+    answer, _ = await asyncio.gather(service.Verify(kvstore_pb2.VerifyRequest(), CONTEXT), other())
+    assert order[:6] == ["slice", "call"] * 3
+    assert (answer.pages_checked, len(answer.problems)) == (2, 2)
+
+
 async def test_a_broken_invariant_fails_the_store(service: KvStoreService) -> None:
     attached = await service._attach(SPEC, "w")
     (result,) = attached.device.open([NewSequence("r", "", [1], 200, b"")])
