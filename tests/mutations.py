@@ -347,7 +347,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a truncate forgets the pending rows of a ratio-4 region",
-        ((SEQUENCES, "if state.group.has_pending and num_tokens and (", "if num_tokens < 0 and ("),),
+        ((SEQUENCES, "if state.group.has_pending and num_tokens and not there:", "if num_tokens < 0:"),),
         (TEST_SEQUENCES + "test_pending_rows_go_back_to_the_last_kept_boundary_or_not_at_all",),
     ),
     Mutation(
