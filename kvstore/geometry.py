@@ -165,12 +165,13 @@ class LayerGroup:
             )
         if self.packed:
             for region in self.paged_regions:
-                if not MIN_WIDTH <= region.dim <= MAX_WIDTH:
+                odd = self.codec(region) == "fp8" and region.dim % 2 == 1  # fp8 rows are read in pairs
+                if odd or not MIN_WIDTH <= region.dim <= MAX_WIDTH:
                     raise ConfigError(
                         f"mode {self.mode} has no codec for region {region.kind!r} of layer {region.layer}",
                         reason="NO_CODEC_FOR_WIDTH",
                         given=f"width {region.dim}",
-                        allowed=f"{MIN_WIDTH} to {MAX_WIDTH}",
+                        allowed=f"{MIN_WIDTH} to {MAX_WIDTH}{', even' if self.mode == 'fp8' else ''}",
                         hint="use mode dense for this layer group",
                     )
 

@@ -46,6 +46,8 @@ def geometries(draw: st.DrawFn, packed: bool = True) -> CacheGeometry:
     for name in names:
         mode, _, preset = draw(st.sampled_from(modes)).partition(" ")
         regions = tuple(draw(st.lists(region, min_size=1, max_size=6, unique_by=lambda r: (r.layer, r.kind))))
+        if mode == "fp8":
+            regions = tuple(dataclasses.replace(r, dim=r.dim + r.dim % 2) for r in regions)
         if draw(st.booleans()):
             regions += (Region(41, "pending", 1, 64, "float32", tail_only=True),)
         window = draw(st.sampled_from([100, 128, 4096] if mode == "window" else [0, 128, 4096]))
@@ -297,6 +299,7 @@ K = Region(0, "k", 1, 64, "float32")
             "NO_CODEC_FOR_WIDTH",
             "no codec",
         ),
+        (lambda: LayerGroup("g", (dataclasses.replace(K, dim=81),), "fp8"), "NO_CODEC_FOR_WIDTH", "8 to 2047, even"),
         (lambda: LayerGroup("g", (dataclasses.replace(K, tail_only=True),)), "BAD_CONFIG", "tail_only regions alone"),
         (lambda: dataclasses.replace(K, tail_only=True, ratio=4), "BAD_CONFIG", "a row a token"),
         (lambda: apply_mode(llama(4), "turboquant", "tq4", (2, 2)), "MODE_NOT_ENGAGED", "would not engage"),
