@@ -207,8 +207,8 @@ def test_stats_as_a_table_and_as_json(folder: Path) -> None:
         assert "no worker has attached yet" in run_cli("stats", "--socket-dir", str(folder)).stdout
         with store.attach() as attachment:
             attachment.open([OpenRequest("r", "", [1], 300)])
-            for store in (str(folder / "kvstore.sock"), f"unix:{folder}/kvstore.sock", f"unix:{folder}"):
-                assert run_cli("stats", "--kv-socket", store).returncode == 0, store
+            for socket in (str(folder / "kvstore.sock"), f"unix:{folder}/kvstore.sock", f"unix:{folder}"):
+                assert run_cli("stats", "--kv-socket", socket).returncode == 0, socket
             table = run_cli("stats", "--socket-dir", str(folder))
             assert table.returncode == 0
             rows = [line.split() for line in table.stdout.splitlines()]
