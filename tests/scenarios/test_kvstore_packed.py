@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -227,7 +227,7 @@ def test_a_stale_epoch_ends_the_attachment_by_name(store: StoreProcess, call: st
     """The store answers STALE_EPOCH (test_kvstore_attach has it raw); for a client it means that all is over."""
     with attach(store) as a:
         a.epoch -= 1
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "fork": lambda: a.fork(0, "f", 1),
             "checkpoint": lambda: a.checkpoint(0, 1, "turn_end"),
             "truncate": lambda: a.truncate(0, 0),
