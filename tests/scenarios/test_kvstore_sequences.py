@@ -82,18 +82,21 @@ def copy_rows(attachment: Attachment, copies: list[PageCopy]) -> None:
 
 
 def page_entries_agree(attachment: Attachment) -> None:
-    """The page entries of the control block say what its slots say; free pages show nothing of who held them."""
+    """The page entries of the control block say what its slots say; nobody holds the others, free or cached."""
     control = attachment.control
     for group in GEOMETRY.groups:
         entries = control.pages[group.name]
-        expected = [(int(PageState.FREE), -1)] * len(entries)
+        held: dict[int, PageState] = {}
         for slot in control.live_slots():
             for index, page in enumerate(control.sequence_pages(slot, group.name)):
-                sealed = (index + 1) * PAGE_TOKENS <= int(control.slots["base"][slot])
-                expected[page] = (int(PageState.SEALED if sealed else PageState.OPEN), slot)
-        assert list(zip(entries["state"].tolist(), entries["owner"].tolist(), strict=True)) == expected
+                sealed = (index + 1) * PAGE_TOKENS <= control.base(slot, group.name)
+                held[page] = PageState.SEALED if sealed else PageState.OPEN
+        for page, (state, refs) in enumerate(zip(entries["state"].tolist(), entries["refs"].tolist(), strict=True)):
+            assert refs == (page in held), page
+            assert state == held[page] if page in held else state in (PageState.FREE, PageState.CACHED), page
         hashed = entries["hash"].any(axis=1).tolist()
-        assert hashed == [state == PageState.SEALED for state, _ in expected]
+        assert hashed == [state in (PageState.SEALED, PageState.CACHED) for state in entries["state"].tolist()]
+    assert attachment.verify() == []
 
 
 def test_a_full_arena_refuses_by_numbers_and_admits_after_a_release(attachment: Attachment) -> None:
