@@ -124,7 +124,17 @@ with interruptible(cluster):
 """
 
 
+def _listen_to_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever runs the tests may ignore it, as nohup does
+
+
+def _take_terminal() -> None:
+    _listen_to_hangups()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def start(folder: Path, **options: Any) -> subprocess.Popen[bytes]:
+    options.setdefault("preexec_fn", _listen_to_hangups)
     return subprocess.Popen([sys.executable, "-c", SUPERVISED, str(folder)], **options)
 
 
@@ -162,7 +172,7 @@ def test_a_terminal_that_is_gone_ends_it_in_order(tmp_path: Path) -> None:
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_take_terminal,
     )
     os.close(theirs)
     wait_for(tmp_path / "there")
