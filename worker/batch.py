@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from kvstore.geometry import CacheGeometry, LayerGroup
@@ -85,6 +86,25 @@ class Place:
 
 
 @dataclass(frozen=True)
+class DecodeRows:
+    """A step's decode rows (spans of one token) in one layer group, as a GPU kernel reads them: B sequences.
+
+    Attributes:
+        rows: [B] int64, their rows in the batch.
+        page_table: [B, W] int32 page ids from token 0 on, W at least 1; -1 where no page is held.
+        bases: [B] int32, tokens that lie in pages; the rest is in the tail. In dense groups: all of them.
+        num_tokens: [B] int32, the row's own token included.
+        tail_slots: [B] int32; -1 where the group has no tail.
+    """
+
+    rows: torch.Tensor
+    page_table: torch.Tensor
+    bases: torch.Tensor
+    num_tokens: torch.Tensor
+    tail_slots: torch.Tensor
+
+
+@dataclass(frozen=True)
 class GroupBatch:
     """What a step writes in one layer group, and where its spans' rows are.
 
@@ -99,6 +119,7 @@ class GroupBatch:
     write_rows: torch.Tensor | None
     write_to: torch.Tensor
     write_at: torch.Tensor
+    decode: DecodeRows | None = None  # on a GPU only: there a step's decode rows are attended in one call
 
 
 @dataclass(frozen=True)
@@ -131,6 +152,43 @@ class Batch:
     logit_tiles: tuple[tuple[int, int], ...]
     num_logits: int
     deterministic: bool = False
+
+    def to(self, device: torch.device) -> Batch:
+        """The same step with its tensors on a GPU, and each group's decode rows gathered for one call."""
+        groups = {
+            name: replace(
+                group,
+                write_rows=None if group.write_rows is None else group.write_rows.to(device),
+                write_to=group.write_to.to(device),
+                write_at=group.write_at.to(device),
+                decode=_decode_rows(self.spans, group.places, device),
+            )
+            for name, group in self.groups.items()
+        }
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            positions=self.positions.to(device),
+            workspace_rows=self.workspace_rows.to(device),
+            logit_rows=self.logit_rows.to(device),
+            groups=groups,
+        )
+
+
+def _decode_rows(spans: Sequence[Span], places: Sequence[Place], device: torch.device) -> DecodeRows | None:
+    """One copy to the device carries all of them; None where the step has no decode rows."""
+    decode = [(span, place) for span, place in zip(spans, places, strict=True) if span.num_rows == 1]
+    if not decode:
+        return None
+    width = max(1, *(len(place.page_ids) for _, place in decode))
+    table = np.full((len(decode), width + 4), -1, dtype=np.int32)
+    for at, (span, place) in enumerate(decode):
+        table[at, : len(place.page_ids)] = place.page_ids.numpy()
+        in_pages = span.start + 1 if place.full_pages is not None else place.base  # dense groups have no tail
+        table[at, width:] = (span.first_row, in_pages, span.start + 1, place.tail_slot)
+    on_device = torch.from_numpy(table).to(device)
+    rows, bases, num_tokens, tail_slots = on_device[:, width:].t().contiguous()
+    return DecodeRows(rows.long(), on_device[:, :width].contiguous(), bases, num_tokens, tail_slots)
 
 
 def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, deterministic: bool) -> Batch:

@@ -21,7 +21,7 @@ class Step:
     """What a step computed.
 
     Attributes:
-        logits: [S, vocab_size] float32 of the work that wants them, in order.
+        logits: [S, vocab_size] float32 of the work that wants them, in order, in host memory.
         workspace: KV rows of prefill spans, of groups with a tail.
         workspace_rows: of each work, where its rows begin in the workspace; -1: they are in the tail.
     """
@@ -64,9 +64,11 @@ class ModelRunner:
             for w in work
         ]
         batch = build_batch(spans, self._kv.geometry, deterministic=self._deterministic)
+        if self._network.device.type != "cpu":
+            batch = batch.to(self._network.device)
         workspace = Workspace(batch)
         logits = self._network.forward(batch, self._kv, workspace)
-        return Step(logits, workspace, batch.workspace_of_work)
+        return Step(logits.to("cpu"), workspace, batch.workspace_of_work)
 
 
 def check_tiles(network: Llama) -> None:
@@ -81,10 +83,10 @@ def check_tiles(network: Llama) -> None:
     generator = torch.Generator().manual_seed(20260101)
     for rows in TILE_ROWS:
         for trial in range(3):
-            ours = torch.randn(rows, network.config.hidden, generator=generator).to(network.embed.dtype)
-            order = torch.randperm(rows, generator=generator)
-            mates = torch.randn(rows, network.config.hidden, generator=generator).to(ours.dtype)
-            kept = torch.arange(rows) < max(1, rows // (trial + 1))  # all, half, a third keep their contents
+            ours = torch.randn(rows, network.config.hidden, generator=generator).to(network.embed)
+            order = torch.randperm(rows, generator=generator).to(network.device)
+            mates = torch.randn(rows, network.config.hidden, generator=generator).to(ours)
+            kept = torch.arange(rows, device=network.device) < max(1, rows // (trial + 1))  # all, half, a third stay
             moved = torch.where(kept.unsqueeze(1), ours, mates)[order]
             for part, first, second in zip(
                 ("layer", "output"), _row_parts(network, ours), _row_parts(network, moved), strict=True
@@ -94,7 +96,7 @@ def check_tiles(network: Llama) -> None:
     for sizes in ((8, 16), (8, 16, 64), (8, 128), TILE_ROWS):
         ends = list(itertools.accumulate(sizes))
         tiles = tuple(zip([0, *ends], ends, strict=False))
-        together = torch.randn(ends[-1], network.config.hidden, generator=generator).to(network.embed.dtype)
+        together = torch.randn(ends[-1], network.config.hidden, generator=generator).to(network.embed)
         in_batch, _ = _row_parts(network, together, tiles)
         for a, b in tiles:
             alone, _ = _row_parts(network, together[a:b])
@@ -118,7 +120,7 @@ def _row_parts(network: Llama, x: torch.Tensor, tiles: Tiles = ()) -> tuple[torc
     ``tiles`` cover x; none: it is one tile.
     """
     rows, config, layer = len(x), network.config, network.layers[0]
-    empty = torch.empty(0, dtype=torch.int64)
+    empty = torch.empty(0, dtype=torch.int64, device=x.device)
     tiles = tiles or ((0, rows),)
     batch = Batch(empty, empty, tiles, (), False, {}, empty, (), empty, tiles, rows, deterministic=True)
     cos, sin = network.cos[5:6], network.sin[5:6]  # one position for all rows

@@ -189,7 +189,12 @@ class Llama:
         self.lm_head = self.embed if config.tied else weights.pop("lm_head.weight")
         self.layers = [_take_layer(weights, f"model.layers.{i}.") for i in range(config.num_layers)]
         cos, sin = rope_tables(raw, config.head_dim, max_sequence_tokens)
-        self.cos, self.sin = (table.to(self.embed.dtype).unsqueeze(1) for table in (cos, sin))
+        self.cos, self.sin = (table.to(self.embed).unsqueeze(1) for table in (cos, sin))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and every tensor of a forward pass."""
+        return self.embed.device
 
     def forward(self, batch: Batch, kv: KvView, workspace: Workspace) -> torch.Tensor:
         """Writes the batch's KV rows into pages, tails and workspace; returns logits [num_logits, vocab_size] f32."""
