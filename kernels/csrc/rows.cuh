@@ -1,0 +1,244 @@
+// Attention of one warp over rows that are read as 16-bit floats: dense tails and pages, fp8 pages, and TurboQuant pages
+// in canonical row order. Registers only, but for the result.
+//
+// A *tile* is 16 rows. Rows are the A operand of m16n8k16 (tokens on M), up to 8 query vectors its 8 columns. Lane
+// (g, t), g = lane / 4, t = lane % 4, loads kLaneDims consecutive dims of rows g and g + 8 of a tile: of every 8 dims,
+// four words of two, words 0 and 1 are the k-slices of one mma, words 2 and 3 those of another. The order of dims
+// within a product is free as long as q's fragment has the same one, so q is loaded in the same way. V^T is the A operand
+// of the second product by the same loads through transpose_8x8.
+//
+// A *round* is TILES tiles of the warp: scores of all of them, one softmax step, then the output, dims step by step, so
+// that no width needs more than a step's accumulators. Loads run kAhead pairs ahead of their use.
+//
+// A *format* says what a row's bytes mean, a *source* where the rows of an item lie:
+//   DenseFormat<D, T>, Fp8Format<D>, TurboQuantFormat<D, BITS>;  RingRows<Format> (tails), PageRows<Format, CACHED>.
+#pragma once
+
+#include "codec.cuh"
+#include "decode_args.cuh"
+
+namespace tailpack {
+
+constexpr int kTileRows = 16;
+constexpr float kLog2e = 1.44269504f;
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+__device__ __forceinline__ float float_of(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float float_of(__half x) { return __half2float(x); }
+
+// Factor on p before it is rounded to a half, taken out of the result again: keeps f16's 11 bits down to p = 2^-29.
+template <typename Compute> struct ProbabilityBias {
+    static constexpr float kUp = 1.0f, kDown = 1.0f;
+};
+template <> struct ProbabilityBias<__half> {
+    static constexpr float kUp = 32768.0f, kDown = 1.0f / 32768.0f;
+};
+
+// ---- formats
+//
+// Compute: dtype of the products. Raw: what one load of a lane brings, kLaneDims dims of one row.
+// decode: the i-th eight dims of a Raw as four words of two halves; `chunk` is their place in the row, in eights.
+// Word j holds dims pair_dim(j, 0) (low half) and pair_dim(j, 1); arrange() puts q's natural words into that order.
+// kScaled: the row has an f32 scale still to be multiplied by unit(). kRotated: q is the one that prepare rotated.
+// kRowBytes: bytes from row to row in a page; 0: as the arguments say.
+
+template <int D, typename T> struct DenseFormat {
+    using Compute = T;
+    using Raw = uint4;
+    static constexpr int kLaneDims = 8, kRowBytes = 0;
+    static constexpr bool kScaled = false, kRotated = false;
+    static __device__ constexpr float unit() { return 1.0f; }
+    template <bool CACHED> static __device__ __forceinline__ Raw load(const uint8_t* row, int step, int t) {
+        const uint8_t* p = row + (4 * step + t) * 16;
+        return CACHED ? load_cached_16(p) : load_stream_16(p);
+    }
+    static __device__ __forceinline__ void decode(const Raw& raw, int, int, uint32_t (&w)[4]) {
+        w[0] = raw.x, w[1] = raw.y, w[2] = raw.z, w[3] = raw.w;
+    }
+    static __device__ constexpr int pair_dim(int j, int half) { return 2 * j + half; }
+    static __device__ __forceinline__ void arrange(uint32_t (&)[4]) {}
+};
+
+// e4m3 codes [rows][D] and f32 scales. A byte's exponent and mantissa, moved to where bf16 has them, are its value times
+// 2^-120, subnormals included; so one product makes it exact. Bytes 0, 2 and 1, 3 of a word are two shifts away.
+template <int D> struct Fp8Format {
+    using Compute = __nv_bfloat16;
+    using Raw = uint4;
+    static constexpr int kLaneDims = 16, kRowBytes = D;
+    static constexpr bool kScaled = true, kRotated = false;
+    static __device__ constexpr float unit() { return 1.0f; }
+    template <bool CACHED> static __device__ __forceinline__ Raw load(const uint8_t* row, int step, int t) {
+        const uint8_t* p = row + (4 * step + t) * 16;
+        return CACHED ? load_cached_16(p) : load_stream_16(p);
+    }
+    static __device__ __forceinline__ void decode(const Raw& raw, int i, int, uint32_t (&w)[4]) {
+        constexpr uint32_t kSigns = 0x80008000u, kValues = 0x07f007f0u, k2To120 = 0x7b807b80u;
+        const uint32_t four[2] = {i ? raw.z : raw.x, i ? raw.w : raw.y};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint32_t x = four[half];
+            w[2 * half] = multiply_halves<__nv_bfloat16>((x << 8 & kSigns) | (x << 4 & kValues), k2To120);
+            w[2 * half + 1] = multiply_halves<__nv_bfloat16>((x & kSigns) | (x >> 4 & kValues), k2To120);
+        }
+    }
+    static __device__ constexpr int pair_dim(int j, int half) { return 4 * (j / 2) + 2 * half + j % 2; }
+    static __device__ __forceinline__ void arrange(uint32_t (&w)[4]) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint32_t a = w[2 * half], b = w[2 * half + 1];
+            w[2 * half] = permute(a, b, 0x5410);
+            w[2 * half + 1] = permute(a, b, 0x7632);
+        }
+    }
+};
+
+// Codes in canonical row order. A code's value is +-(2 T - 1) half steps, exact in bf16; its two bytes come from two
+// byte tables.
+template <int D, int BITS> struct TurboQuantFormat {
+    using Compute = __nv_bfloat16;
+    // 3 bits: eight codes lie in two words. Else as much as one load takes, so that a row's loads are wide.
+    static constexpr int kLaneDims = BITS == 3 ? 8 : D / 4 < 32 ? D / 4 : 32;
+    static constexpr int kLoadBytes = BITS == 3 ? 8 : kLaneDims * BITS / 8;
+    struct Raw {
+        uint32_t word[kLoadBytes / 4];
+    };
+    static constexpr int kRowBytes = Record<D, BITS>::kCodeBytes;
+    static constexpr bool kScaled = true, kRotated = true;
+    static __device__ constexpr float unit() { return 0.5f * Grid<D, BITS>::step(); }
+
+    template <bool CACHED> static __device__ __forceinline__ Raw load(const uint8_t* row, int step, int t) {
+        Raw raw;
+        if constexpr (BITS == 3) {
+            const int w = kChunk * (4 * step + t) / 10, next = w + 1 < Record<D, 3>::kWords3 ? w + 1 : w;
+            raw.word[0] = load_cached_4(row + 4 * w);
+            raw.word[1] = load_cached_4(row + 4 * next);
+        } else {
+            const uint8_t* p = row + (4 * step + t) * kLoadBytes;
+            if constexpr (kLoadBytes == 16) {
+                const uint4 x = CACHED ? load_cached_16(p) : load_stream_16(p);
+                raw.word[0] = x.x, raw.word[1] = x.y, raw.word[2] = x.z, raw.word[3] = x.w;
+            } else if constexpr (kLoadBytes == 8) {
+                const uint2 x = load_cached_8(p);
+                raw.word[0] = x.x, raw.word[1] = x.y;
+            } else {
+                raw.word[0] = load_cached_4(p);
+            }
+        }
+        return raw;
+    }
+    static __device__ __forceinline__ void decode(const Raw& raw, int i, int chunk, uint32_t (&w)[4]) {
+        uint32_t codes;
+        if constexpr (BITS == 4) codes = raw.word[i];
+        if constexpr (BITS == 2) codes = nibbles<2>(raw.word[i / 2] >> 16 * (i % 2));
+        if constexpr (BITS == 3) {
+            const int first = kChunk * chunk % 10; // codes first..9 of word 0, the rest from word 1
+            const uint32_t high = first > 2 ? raw.word[1] << 3 * (10 - first) : 0u;
+            codes = nibbles<3>(raw.word[0] >> 3 * first | high);
+        }
+        constexpr uint32_t kIndex = 0x11111111u * (Grid<D, BITS>::kLevels - 1);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint32_t four = codes >> 16 * half;
+            const uint32_t low = permute(table(0, 0), table(0, 4), four & kIndex & 0xffffu);
+            uint32_t high = permute(table(8, 0), table(8, 4), four & kIndex & 0xffffu);
+            // Bit 3 of a selector's nibble copies the sign of the byte all over it: 0xff for negative codes, else 0x80.
+            const uint32_t sign_up = BITS == 4 ? four : four << (4 - BITS) & 0x8888u;
+            high |= permute(0x80808080u, 0x80808080u, sign_up) << 1 & 0x80808080u;
+            w[2 * half] = permute(low, high, 0x5140);
+            w[2 * half + 1] = permute(low, high, 0x7362);
+        }
+    }
+    static __device__ constexpr int pair_dim(int j, int half) { return 2 * j + half; }
+    static __device__ __forceinline__ void arrange(uint32_t (&)[4]) {}
+
+  private:
+    // Byte `shift` / 8 of the bf16 patterns of 2 T - 1 for magnitudes first..first+3, 0 behind the last.
+    static __device__ constexpr uint32_t table(int shift, int first) {
+        uint32_t word = 0;
+        for (int k = 0; k < 4; k++) {
+            if (first + k >= Grid<D, BITS>::kLevels) continue;
+            const int n = 2 * Grid<D, BITS>::T(first + k) - 1;
+            int exponent = 0;
+            while (n >> (exponent + 1)) exponent++;
+            const uint32_t pattern = static_cast<uint32_t>((127 + exponent) << 7 | (n << (7 - exponent) & 0x7f));
+            word |= (pattern >> shift & 0xffu) << 8 * k;
+        }
+        return word;
+    }
+};
+
+// ---- sources: rows 0..item.count-1 of an item, of one kv head
+
+// The tail ring (item kind 2): token p lies in ring row p % ring_rows.
+template <typename FormatOf> struct RingRows {
+    using Format = FormatOf;
+    static constexpr bool kCached = false;
+    const uint8_t *k, *v;
+    int64_t row_stride;
+    int32_t first, ring_rows;
+
+    __device__ __forceinline__ RingRows(const DecodeArgs& args, const Item& item, int kv_head) {
+        const int64_t slot = args.tail_slots[item.sequence];
+        k = args.k_tail + slot * args.k_tail_slot_stride + kv_head * args.tail_head_stride;
+        v = args.v_tail + slot * args.v_tail_slot_stride + kv_head * args.tail_head_stride;
+        row_stride = args.tail_row_stride;
+        ring_rows = static_cast<int32_t>(args.ring_rows);
+        first = item.first % ring_rows;
+    }
+    __device__ __forceinline__ int64_t offset(int row) const { // an item is never longer than the ring
+        const int32_t at = first + row;
+        return (at < ring_rows ? at : at - ring_rows) * row_stride;
+    }
+    __device__ __forceinline__ const uint8_t* key(int row) const { return k + offset(row); }
+    __device__ __forceinline__ const uint8_t* value(int row) const { return v + offset(row); }
+    __device__ __forceinline__ float key_scale(int) const { return 1.0f; }
+    __device__ __forceinline__ float value_scale(int) const { return 1.0f; }
+};
+
+// Rows in pages through the page table (item kinds 0 and 1). CACHED: keys and values are the same rows, so the first
+// read leaves them in L1 for the second.
+template <typename FormatOf, bool CACHED> struct PageRows {
+    using Format = FormatOf;
+    static constexpr bool kCached = CACHED;
+    const uint8_t *k, *v;
+    int64_t page_stride, k_row_stride, v_row_stride, k_scales_offset, v_scales_offset;
+    const int32_t* table;
+    int32_t first;
+
+    __device__ __forceinline__ PageRows(const DecodeArgs& args, const Item& item, int kv_head) {
+        k = args.k_pages + kv_head * args.k_head_stride;
+        v = args.v_pages + kv_head * args.v_head_stride;
+        page_stride = args.page_stride;
+        k_row_stride = Format::kRowBytes ? Format::kRowBytes : args.k_row_stride;
+        v_row_stride = Format::kRowBytes ? Format::kRowBytes : args.v_row_stride;
+        k_scales_offset = args.k_scales_offset;
+        v_scales_offset = args.v_scales_offset;
+        table = args.page_table + item.sequence * args.table_stride;
+        first = item.first;
+    }
+    __device__ __forceinline__ int64_t page(int row) const { return table[(first + row) / kPageTokens] * page_stride; }
+    __device__ __forceinline__ int in_page(int row) const { return (first + row) % kPageTokens; }
+    __device__ __forceinline__ const uint8_t* key(int row) const { return k + page(row) + in_page(row) * k_row_stride; }
+    __device__ __forceinline__ const uint8_t* value(int row) const { return v + page(row) + in_page(row) * v_row_stride; }
+    __device__ __forceinline__ float key_scale(int row) const {
+        return __ldg(reinterpret_cast<const float*>(k + page(row) + k_scales_offset) + in_page(row));
+    }
+    __device__ __forceinline__ float value_scale(int row) const {
+        return __ldg(reinterpret_cast<const float*>(v + page(row) + v_scales_offset) + in_page(row));
+    }
+};
+
+// ---- the warp
+
+// Attends the vectors first_vector .. + COLUMNS - 1 (COLUMNS 4 or 8) of `kv_head` over tiles warp, warp + num_warps, ..
+// of `item` (kind 2, or kind 1: `first` and `count` in tokens). All 32 lanes call it.
+//   out[c * out_stride + dim], f32, dims in natural order, and ml[2 c], ml[2 c + 1]: sum of p v, m and l of column c as
+//   in decode_args.cuh; a column of no vector, or one that sees nothing, gets 0, -inf and 0. Both lie in shared memory
+//   of the warp's own (each lane writes, and adds to, its own elements); a stride of 1 mod 16 has no bank conflicts.
+// q: rows at multiples of 16 bytes. TILES: tiles of a round; where TILES * num_warps * 16 covers the item, one is all.
+template <int D, typename T, typename Source, int COLUMNS, bool SOFTCAP, int TILES>
+__device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const Source& source, const Item& item, int kv_head,
+                                                 int first_vector, int warp, int num_warps, float* out, int out_stride,
+                                                 float* ml);
+
+} // namespace tailpack
