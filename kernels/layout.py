@@ -1,67 +1,26 @@
-"""Reads and writes the planes of a packed page (where they lie: `kernels.page_layout`).
+"""Reads and writes the planes of a packed page (where they lie and in which order: `kernels.page_layout`).
 
-What a layout version fixes is also the order *inside* a codes plane; a new order (one that follows MMA fragments, say)
-is a new entry of ORDERS, and files and transfers name the version they were written with. Version 1 keeps canonical
-records: row after row, codes as in `bitpack`.
+What is read and written are canonical records: a row's codes as in `bitpack`, then its scales. Files and transfers name
+the version that their pages were written with.
 """
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels import fragments
 from kernels.errors import LayoutError
-from kernels.page_layout import (
-    LAYOUT_VERSION,
-    PLANE_ALIGNMENT,
-    PageLayout,
-    Region,
-    RegionPlanes,
-    check_version,
-    page_layout,
-)
+from kernels.page_layout import GROUP_ROWS, PageLayout, Region, RegionPlanes, check_version, page_layout
 
-__all__ = [
-    "LAYOUT_VERSION",
-    "ORDERS",
-    "PLANE_ALIGNMENT",
-    "Order",
-    "PageLayout",
-    "Region",
-    "RegionPlanes",
-    "page_layout",
-    "read_region",
-    "region_planes",
-    "write_region",
-]
-
-
-class Order(NamedTuple):
-    """How a version arranges the codes of its planes; pure, inverse to each other, u8 [heads, rows, code_bytes]."""
-
-    from_canonical: Callable[[Tensor, Region], Tensor]
-    to_canonical: Callable[[Tensor, Region], Tensor]
-
-
-def _as_is(codes: Tensor, region: Region) -> Tensor:
-    return codes
-
-
-ORDERS: dict[int, Order] = {1: Order(_as_is, _as_is)}
-
-
-def _order(version: int) -> Order:
-    check_version(version)
-    return ORDERS[version]
+__all__ = ["PageLayout", "Region", "RegionPlanes", "page_layout", "read_region", "region_planes", "write_region"]
 
 
 def region_planes(layout: PageLayout, page: Tensor, region: int) -> tuple[Tensor, Tensor]:
-    """Views into `page` u8 [page_bytes]: codes [heads, rows, code_bytes], scales [heads, rows, scale_bytes].
+    """Views into `page` u8 [page_bytes] of codes and scales: u8 [heads, rows, bytes a row], or [heads, groups, bytes].
 
-    The codes are in the version's order. The views live as long as the page does. Raises LayoutError where the page has
-    another size, dtype or stride.
+    Groups of 32 rows, where the version keeps the region in the order of `fragments`. The views live as long as the
+    page does. Raises LayoutError where the page has another size, dtype or stride, or the layout an unknown version.
     """
+    check_version(layout.version)
     if page.dtype != torch.uint8 or page.shape != (layout.page_bytes,) or not page.is_contiguous():
         raise LayoutError(
             "this is not a page of that layout",
@@ -69,10 +28,16 @@ def region_planes(layout: PageLayout, page: Tensor, region: int) -> tuple[Tensor
             allowed=f"contiguous uint8 [{layout.page_bytes}]",
             action="compare the geometry digests of both ends",
         )
-    (rows, heads, code_bytes, scale_bytes), offset, scales_offset, head_bytes = layout.regions[region]
-    span = page[offset : offset + heads * head_bytes].view(heads, head_bytes)
-    codes = span[:, : rows * code_bytes].view(heads, rows, code_bytes)
-    return codes, span[:, scales_offset : scales_offset + rows * scale_bytes].view(heads, rows, scale_bytes)
+    at = layout.regions[region]
+    rows, heads, _, scale_bytes, *_ = at.region
+    span = page[at.offset : at.offset + heads * at.head_bytes].view(heads, at.head_bytes)
+    codes = span[:, : rows * at.row_bytes]
+    scales = span[:, at.scales_offset : at.scales_offset + rows * scale_bytes]
+    units = rows // GROUP_ROWS if at.fragments else rows
+    return (
+        codes.view(heads, units, rows * at.row_bytes // units),
+        scales.view(heads, units, rows * scale_bytes // units),
+    )
 
 
 def write_region(layout: PageLayout, page: Tensor, region: int, records: Tensor) -> None:
@@ -81,7 +46,9 @@ def write_region(layout: PageLayout, page: Tensor, region: int, records: Tensor)
     Padding is zeroed, so a page's bytes are a pure function of its records. Raises LayoutError.
     """
     codes, scales = region_planes(layout, page, region)
-    want = (*codes.shape[:2], codes.shape[2] + scales.shape[2])
+    at = layout.regions[region]
+    rows, heads, code_bytes, scale_bytes, *_ = at.region
+    want = (heads, rows, code_bytes + scale_bytes)
     if records.dtype != torch.uint8 or records.shape != want:
         raise LayoutError(
             "records do not fit the region",
@@ -89,13 +56,19 @@ def write_region(layout: PageLayout, page: Tensor, region: int, records: Tensor)
             allowed=f"uint8 {want}",
             action="pass [heads, rows, record bytes]",
         )
-    planes = layout.regions[region]
-    page[planes.offset : planes.offset + planes.region.heads * planes.head_bytes] = 0
-    codes.copy_(_order(layout.version).from_canonical(records[..., : codes.shape[2]], planes.region))
-    scales.copy_(records[..., codes.shape[2] :])
+    page[at.offset : at.offset + heads * at.head_bytes] = 0
+    own_codes, own_scales = records[..., :code_bytes], records[..., code_bytes:]
+    if at.fragments:
+        own_codes = fragments.codes_to_groups(own_codes, at.fragments)
+        own_scales = fragments.scales_to_groups(own_scales)
+    codes.copy_(own_codes)
+    scales.copy_(own_scales)
 
 
 def read_region(layout: PageLayout, page: Tensor, region: int) -> Tensor:
     """Canonical records u8 [heads, rows, code_bytes + scale_bytes] of a region; a new tensor. Raises LayoutError."""
     codes, scales = region_planes(layout, page, region)
-    return torch.cat([_order(layout.version).to_canonical(codes, layout.regions[region].region), scales], dim=-1)
+    order = layout.regions[region].fragments
+    if order:
+        codes, scales = fragments.codes_from_groups(codes, order), fragments.scales_from_groups(scales)
+    return torch.cat([codes, scales], dim=-1)

@@ -10,20 +10,24 @@ A page holds a region as two planes a head, codes and scales (`layout`). What th
 
 A codec reads rows in the *attention domain*: TurboQuant's rotated coordinates as they are (`rotated`), anything else in
 the model's own. Reading is a look-up of several codes at once, straight into f32.
+
+Planes in the order of `fragments` (page layout version 2) are read and written through canonical records, on any
+device: the reference of the GPU kernels, and the path of what these do not do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels import bitpack, fp8, turboquant
+from kernels import bitpack, fp8, fragments, turboquant
 from kernels.errors import ArgumentError, LayoutError, WidthError
+from kernels.page_layout import GROUP_ROWS, Fragments, RegionPlanes
 from kernels.rotation import padded_width, parts
 
 CODEC_NAMES: tuple[str, ...] = ("tq2", "tq3", "tq4", "fp8", "v4fp8", "dense")
@@ -35,22 +39,40 @@ class Planes:
 
     heads: Tensor  # u8 [pages, heads, head_bytes]: a head's codes, then its scales
     rows: int
-    code_bytes: int  # a row
+    code_bytes: int  # a row, canonical
     scale_bytes: int  # a row
     scales_offset: int  # from a head's start
+    fragments: Fragments | None = None  # the order of the rows; None: one after the other, as records
 
     @property
     def codes(self) -> Tensor:
-        """u8 [pages, heads, rows, code_bytes]."""
-        pages, heads, _ = self.heads.shape
-        return self.heads[..., : self.rows * self.code_bytes].view(pages, heads, self.rows, self.code_bytes)
+        """u8 [pages, heads, rows, code_bytes]; for planes of records. Raises LayoutError for others."""
+        return self._records(0, self.code_bytes)
 
     @property
     def scales(self) -> Tensor:
-        """u8 [pages, heads, rows, scale_bytes]."""
+        """u8 [pages, heads, rows, scale_bytes]; for planes of records. Raises LayoutError for others."""
+        return self._records(self.scales_offset, self.scale_bytes)
+
+    def groups(self, order: Fragments) -> PackedRows:
+        """u8 [pages, heads, groups, bytes of a group's codes] and [..., of its scales]; for planes in that order."""
+        codes, scales = order.group_bytes, fragments.SCALE_GROUP_BYTES
+        count = self.rows // GROUP_ROWS
+        return PackedRows(self._plane(0, count, codes), self._plane(self.scales_offset, count, scales))
+
+    def _records(self, offset: int, size: int) -> Tensor:
+        if self.fragments is not None:
+            raise LayoutError(
+                "these planes hold no records to look at",
+                given=str(self.fragments),
+                allowed="planes that keep row after row",
+                action="use read_records and write_records",
+            )
+        return self._plane(offset, self.rows, size)
+
+    def _plane(self, offset: int, count: int, size: int) -> Tensor:
         pages, heads, _ = self.heads.shape
-        plane = self.heads[..., self.scales_offset : self.scales_offset + self.rows * self.scale_bytes]
-        return plane.view(pages, heads, self.rows, self.scale_bytes)
+        return self.heads[..., offset : offset + count * size].view(pages, heads, count, size)
 
 
 class PackedRows(NamedTuple):
@@ -58,17 +80,6 @@ class PackedRows(NamedTuple):
 
     codes: Tensor
     scales: Tensor
-
-
-class RegionOffsets(Protocol):
-    """Where a region lies in a page, in bytes; `layout.RegionPlanes` is one."""
-
-    @property
-    def offset(self) -> int: ...
-    @property
-    def scales_offset(self) -> int: ...
-    @property
-    def head_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -245,10 +256,10 @@ def _dense(dim: int, dtype: torch.dtype) -> RowCodec:
 # -- pages -----------------------------------------------------------------------------------------------------------
 
 
-def arena_planes(arena: Tensor, region: RegionOffsets, heads: int, rows: int, codec: RowCodec) -> Planes:
+def arena_planes(arena: Tensor, region: RegionPlanes, heads: int, rows: int, codec: RowCodec) -> Planes:
     """Views of one region in every page of `arena` u8 [pages, page_bytes] (rows contiguous, any stride between pages).
 
-    They live as long as the arena does. Raises LayoutError where the region does not fit the page.
+    They live as long as the arena does. Raises LayoutError where the region does not fit the page or the codec.
     """
     if arena.dtype != torch.uint8 or arena.dim() != 2 or (arena.shape[1] > 1 and arena.stride(1) != 1):
         raise LayoutError(
@@ -257,7 +268,15 @@ def arena_planes(arena: Tensor, region: RegionOffsets, heads: int, rows: int, co
             allowed="uint8 [pages, page_bytes], contiguous pages",
             action="map the arena as bytes",
         )
-    codes_end = rows * codec.code_bytes
+    order = region.fragments
+    if order and (codec.name, codec.dim, rows % GROUP_ROWS) != (f"tq{order.bits}", order.dim, 0):
+        raise LayoutError(
+            f"rows of codec {codec.name} at width {codec.dim} do not lie in this order",
+            given=f"{rows} rows in {order}",
+            allowed=f"tq{order.bits} at width {order.dim}, a multiple of {GROUP_ROWS} rows",
+            action="take the planes with the region's own codec",
+        )
+    codes_end = rows * (order.row_bytes if order else codec.code_bytes)
     scales_end = region.scales_offset + rows * codec.scale_bytes
     end = region.offset + heads * region.head_bytes
     if codes_end > region.scales_offset or scales_end > region.head_bytes or end > arena.shape[1]:
@@ -268,7 +287,7 @@ def arena_planes(arena: Tensor, region: RegionOffsets, heads: int, rows: int, co
             action="compare the geometry digests of both ends",
         )
     span = arena[:, region.offset : end].view(len(arena), heads, region.head_bytes)
-    return Planes(span, rows, codec.code_bytes, codec.scale_bytes, region.scales_offset)
+    return Planes(span, rows, codec.code_bytes, codec.scale_bytes, region.scales_offset, order)
 
 
 class RegionRows(NamedTuple):
@@ -301,8 +320,8 @@ def pack_pages(page_ids: Tensor, regions: Sequence[RegionRows], first_row: int =
             first += len(own)
     for region, part in packed:
         n, count, heads, _ = region.rows.shape
-        for plane, source in zip((region.planes.codes, region.planes.scales), part, strict=True):
-            plane[page_ids, :, first_row : first_row + count] = source.view(n, count, heads, -1).transpose(1, 2)
+        head_major = (plane.view(n, count, heads, plane.shape[-1]).transpose(1, 2) for plane in part)
+        write_records(page_ids, region.planes, PackedRows(*head_major), first_row)
 
 
 @torch.no_grad()
@@ -311,23 +330,66 @@ def unpack_pages(
 ) -> Tensor:
     """Rows [n, count, heads, dim] of `dtype` from rows [first_row, first_row + count) (by default all) of n pages."""
     check_planes(planes, codec)
-    end = planes.rows if count is None else first_row + count
-    codes, scales = (plane[:, :, first_row:end][page_ids] for plane in (planes.codes, planes.scales))
-    return codec.unpack(PackedRows(codes, scales), dtype).transpose(1, 2)
+    return codec.unpack(read_records(page_ids, planes, first_row, count), dtype).transpose(1, 2)
 
 
 def copy_records(from_page: int, to_page: int, regions: Sequence[Planes], num_rows: int) -> None:
     """Copy the records of the first `num_rows` rows of a page to another page of the same arena, region by region."""
     for planes in regions:
-        for plane in (planes.codes, planes.scales):
-            plane[to_page, :, :num_rows] = plane[from_page, :, :num_rows]
+        if planes.fragments is None:
+            for plane in (planes.codes, planes.scales):
+                plane[to_page, :, :num_rows] = plane[from_page, :, :num_rows]
+        else:
+            source, target = torch.tensor([[from_page], [to_page]], device=planes.heads.device)
+            write_records(target, planes, read_records(source, planes, 0, num_rows))
+
+
+def read_records(page_ids: Tensor, planes: Planes, first_row: int = 0, count: int | None = None) -> PackedRows:
+    """Records u8 [n, heads, count, bytes] of rows [first_row, first_row + count) (by default all) of n pages, canonical
+    whatever the order of the planes; new tensors."""
+    end = planes.rows if count is None else first_row + count
+    order = planes.fragments
+    if order is None:
+        return PackedRows(*(plane[:, :, first_row:end][page_ids] for plane in (planes.codes, planes.scales)))
+    first = first_row // GROUP_ROWS
+    codes, scales = (plane[:, :, first : -(-end // GROUP_ROWS)][page_ids] for plane in planes.groups(order))
+    inside = slice(first_row - first * GROUP_ROWS, end - first * GROUP_ROWS)
+    return PackedRows(
+        fragments.codes_from_groups(codes, order)[:, :, inside], fragments.scales_from_groups(scales)[:, :, inside]
+    )
+
+
+def write_records(page_ids: Tensor, planes: Planes, records: PackedRows, first_row: int = 0) -> None:
+    """Write canonical `records` u8 [n, heads, count, bytes] to rows [first_row, first_row + count) of n pages in place.
+
+    Nothing else of the pages changes, also where rows share bytes with others.
+    """
+    end = first_row + records.codes.shape[2]
+    order = planes.fragments
+    if order is None:
+        for plane, source in zip((planes.codes, planes.scales), records, strict=True):
+            plane[page_ids, :, first_row:end] = source
+        return
+    first, end_group = first_row // GROUP_ROWS, -(-end // GROUP_ROWS)
+    begin, num_rows = first * GROUP_ROWS, (end_group - first) * GROUP_ROWS
+    if records.codes.shape[2] < num_rows:  # groups of which some rows stay
+        whole = read_records(page_ids, planes, begin, num_rows)
+        for old, new in zip(whole, records, strict=True):
+            old[:, :, first_row - begin : end - begin] = new
+        records = whole
+    groups = (fragments.codes_to_groups(records.codes, order), fragments.scales_to_groups(records.scales))
+    for plane, source in zip(planes.groups(order), groups, strict=True):
+        plane[page_ids, :, first:end_group] = source
 
 
 def read_pages(page_ids: Tensor, planes: Planes, codec: RowCodec) -> tuple[Tensor, Tensor | None]:
     """`RowCodec.read` of whole pages, head-major: f32 [heads, n * rows, width] and [heads, n * rows]; new tensors."""
-    region = planes.heads.index_select(0, page_ids)  # one copy a page, of bytes that lie together
-    local = Planes(region, planes.rows, planes.code_bytes, planes.scale_bytes, planes.scales_offset)
-    values, scale = codec.read(PackedRows(local.codes.transpose(0, 1), local.scales.transpose(0, 1)))
+    if planes.fragments is None:
+        local = replace(planes, heads=planes.heads.index_select(0, page_ids))  # one copy a page, of bytes side by side
+        records = PackedRows(local.codes, local.scales)
+    else:
+        records = read_records(page_ids, planes)
+    values, scale = codec.read(PackedRows(*(plane.transpose(0, 1) for plane in records)))
     return values.flatten(1, 2), None if scale is None else scale.flatten(1, 2)
 
 

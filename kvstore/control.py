@@ -35,7 +35,7 @@ from protos.errors import InvalidRequest, PreconditionFailed
 from protos.page_hash import HASH_BYTES, PAGE_TOKENS
 
 MAGIC = b"TAILPKCB"
-VERSION = 2
+VERSION = 3
 MAX_ID_BYTES = 256
 MAX_FROZEN_BYTES = 16 << 10
 SECTION_ALIGNMENT = 4096

@@ -2,7 +2,9 @@
 
 A page holds 128 consecutive tokens of one layer group, all its layers, in one contiguous blob; a tail slot holds the
 dense rows of one sequence's newest tokens in one group, a ring a region. Both layouts are pure functions of (geometry,
-LAYOUT_VERSION); both ends of an attach compare the digest. No torch, no numpy.
+LAYOUT_VERSION); both ends of an attach compare the digest. How packed rows are ordered inside a page is the geometry's
+own choice (``page_layout_version``): rows for pages that CPUs read, fragments for those of GPU kernels. No torch, no
+numpy.
 """
 
 from __future__ import annotations
@@ -88,8 +90,9 @@ class Plane:
     """Where one plane of a region lies in a page or in a tail slot, at byte ``offset``.
 
     part "rows": dense rows, ``shape`` (rows, heads, dim) in the region's dtype. Parts "codes" and "scales": ``shape``
-    (heads, rows, bytes) of uint8, in the planes of ``kernels.page_layout``. ``strides`` are in bytes. ``num_bytes``
-    counts the plane's own bytes, without padding; a head's planes of a packed region are ``strides[0]`` apart.
+    (heads, rows, bytes) of uint8, in the planes of ``kernels.page_layout``; in the order of fragments ``bytes`` is a
+    row's share of its group. ``strides`` are in bytes. ``num_bytes`` counts the plane's own bytes, without padding; a
+    head's planes of a packed region are ``strides[0]`` apart.
     """
 
     region: Region
@@ -109,6 +112,7 @@ class LayerGroup:
         preset: bits of keys and values in mode turboquant: "tq4", "tq4v3", "tq3" or "tq3v2"; else empty.
         window: the model's attention window in tokens, the query's own included; 0 means that it attends to everything.
         dense_window: tokens that stay dense where the model has no window, or one above 256.
+        page_layout_version: order of packed rows inside pages, of ``kernels.page_layout``: 1 rows, 2 fragments.
 
     Raises:
         ConfigError: a value is out of range, or mode, preset, window and widths do not go together.
@@ -120,6 +124,7 @@ class LayerGroup:
     preset: str = ""
     window: int = 0
     dense_window: int = DEFAULT_DENSE_WINDOW
+    page_layout_version: int = page_layout.ROWS
 
     def __post_init__(self) -> None:
         _check_name(self.name, "layer group name")
@@ -130,6 +135,14 @@ class LayerGroup:
         if self.dense_window < 1:
             raise ConfigError(
                 f"dense_window of layer group {self.name!r} is below 1", given=self.dense_window, allowed="1 or more"
+            )
+        if self.page_layout_version not in page_layout.VERSIONS:
+            raise ConfigError(
+                f"page layout version of layer group {self.name!r} is unknown",
+                reason="UNKNOWN_PAGE_LAYOUT",
+                given=self.page_layout_version,
+                allowed=", ".join(map(str, page_layout.VERSIONS)),
+                hint="run the same release on both ends",
             )
         if not self.regions:
             raise ConfigError(f"layer group {self.name!r} has no regions")
@@ -232,23 +245,25 @@ class LayerGroup:
 
     def record_bytes(self, region: Region) -> tuple[int, int]:
         """(code bytes, scale bytes) of one row of one head in a page."""
-        codec = self.codec(region)
-        if codec == "dense":
-            return region.dim * ITEM_BYTES[region.dtype], 0
-        if codec == "fp8":
-            return region.dim, SCALE_BYTES
-        if codec == "v4fp8":
-            return V4_FP8_CODE_BYTES, V4_FP8_SCALE_BYTES
-        return code_bytes(region.dim, int(codec[2:])), SCALE_BYTES * len(parts(region.dim))
+        rows = self._rows(region)
+        order = page_layout.region_fragments(rows, self.page_layout_version)
+        return order.row_bytes if order else rows.code_bytes, rows.scale_bytes
 
     def layout(self) -> PageLayout:
         """The packed page's layout, in the order of ``paged_regions``; for modes turboquant and fp8."""
-        return page_layout.page_layout(
-            [
-                page_layout.Region(region.rows_per_page, region.heads, *self.record_bytes(region))
-                for region in self.paged_regions
-            ]
-        )
+        return page_layout.page_layout(map(self._rows, self.paged_regions), self.page_layout_version)
+
+    def _rows(self, region: Region) -> page_layout.Region:
+        """The region's rows in a page, as records."""
+        codec, place = self.codec(region), (region.rows_per_page, region.heads)
+        if codec == "dense":
+            return page_layout.Region(*place, region.dim * ITEM_BYTES[region.dtype], 0)
+        if codec == "fp8":
+            return page_layout.Region(*place, region.dim, SCALE_BYTES)
+        if codec == "v4fp8":
+            return page_layout.Region(*place, V4_FP8_CODE_BYTES, V4_FP8_SCALE_BYTES)
+        bits, scale_bytes = int(codec[2:]), SCALE_BYTES * len(parts(region.dim))
+        return page_layout.Region(*place, code_bytes(region.dim, bits), scale_bytes, region.kind, region.dim, bits)
 
     def planes(self) -> tuple[Plane, ...]:
         """The page's planes, in the order of ``paged_regions``; none in mode window, which has no pages."""
@@ -259,7 +274,7 @@ class LayerGroup:
         planes = []
         for region, at in zip(self.paged_regions, self.layout().regions, strict=True):
             for part, offset, size in (
-                ("codes", at.offset, at.region.code_bytes),
+                ("codes", at.offset, at.row_bytes),
                 ("scales", at.offset + at.scales_offset, at.region.scale_bytes),
             ):
                 shape, rows = (region.heads, region.rows_per_page, size), region.rows_per_page
@@ -276,7 +291,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class CacheGeometry:
-    """A model's whole KV cache. Group names are unique.
+    """A model's whole KV cache. Group names are unique, and all groups have one page layout version.
 
     Args:
         margin: tokens that a rollback may take back and still be exact.
@@ -296,6 +311,18 @@ class CacheGeometry:
         names = [group.name for group in self.groups]
         if not names or len(set(names)) != len(names):
             raise ConfigError("a geometry needs layer groups of different names", given=names)
+        versions = [group.page_layout_version for group in self.groups]
+        if len(set(versions)) != 1:
+            raise ConfigError("layer groups of one geometry have one page layout version", given=versions)
+
+    @property
+    def page_layout_version(self) -> int:
+        """Order of packed rows inside pages, of every group."""
+        return self.groups[0].page_layout_version
+
+    def with_page_layout(self, version: int) -> CacheGeometry:
+        """The same with pages of another layout version. Raises ConfigError (UNKNOWN_PAGE_LAYOUT)."""
+        return replace(self, groups=tuple(replace(group, page_layout_version=version) for group in self.groups))
 
     def group(self, name: str) -> LayerGroup:
         """The group of that name; KeyError when there is none."""
@@ -347,7 +374,7 @@ class CacheGeometry:
     def describe(self) -> str:
         """The text that the digest covers, also what a mismatch prints: one line a group, one a plane."""
         lines = [
-            f"layout {self.layout_version} planes {page_layout.LAYOUT_VERSION} page {PAGE_TOKENS} margin {self.margin} "
+            f"layout {self.layout_version} planes {self.page_layout_version} page {PAGE_TOKENS} margin {self.margin} "
             f"step {self.max_step_tokens}"
         ]
         for group in self.groups:
@@ -372,13 +399,14 @@ class CacheGeometry:
             f"{g.page_bytes} B/page"
             for g in self.groups
         )
-        return f"{self.digest().hex()} (layout {self.layout_version}; {groups})"
+        return f"{self.digest().hex()} (layout {self.layout_version}, planes {self.page_layout_version}; {groups})"
 
     def to_proto(self) -> kvstore_pb2.Geometry:
         return kvstore_pb2.Geometry(
             layout_version=self.layout_version,
             margin=self.margin,
             max_step_tokens=self.max_step_tokens,
+            page_layout_version=self.page_layout_version,
             groups=[
                 kvstore_pb2.LayerGroup(
                     name=group.name,
@@ -414,6 +442,7 @@ class CacheGeometry:
                     preset=group.preset,
                     window=group.window,
                     dense_window=group.dense_window,
+                    page_layout_version=message.page_layout_version,
                     regions=tuple(
                         Region(r.layer, r.kind, r.heads, r.dim, r.dtype, r.ratio, r.tail_only) for r in group.regions
                     ),
@@ -435,6 +464,8 @@ def apply_mode(
     compiled_only: bool = False,
 ) -> CacheGeometry:
     """The geometry with every group in ``mode``, but for the model's first and last layers, which stay dense.
+
+    Pages keep their layout version; ``CacheGeometry.with_page_layout`` chooses another.
 
     Args:
         dense_layers: how many of the model's first and last layers are pinned dense. They become groups of their own,

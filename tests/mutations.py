@@ -172,7 +172,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "page padding keeps old bytes",
-        ((LAYOUT, "planes.region.heads * planes.head_bytes] = 0", "0] = 0"),),
+        ((LAYOUT, "heads * at.head_bytes] = 0", "0] = 0"),),
         (TEST_LAYOUT + "test_planes_are_aligned_disjoint_and_converters_inverse",),
     ),
     Mutation(
@@ -278,8 +278,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             (
                 PAGE_CODEC,
-                "for plane, source in zip((region.planes.codes, region.planes.scales), part, strict=True):",
-                "for plane, source in zip((region.planes.codes,), part[:1], strict=True):",
+                "for plane, source in zip((planes.codes, planes.scales), records, strict=True):",
+                "for plane, source in zip((planes.codes,), records[:1], strict=True):",
             ),
         ),
         (

@@ -22,6 +22,9 @@ from kvstore.geometry import (
 from protos.errors import ConfigError, PreconditionFailed
 
 
+K = Region(0, "k", 1, 64, "float32")
+
+
 def llama(num_layers: int = 30, heads: int = 3, dim: int = 64, dtype: str = "float32") -> CacheGeometry:
     regions = tuple(Region(layer, kind, heads, dim, dtype) for layer in range(num_layers) for kind in "kv")
     return CacheGeometry((LayerGroup("full", regions),))
@@ -32,7 +35,7 @@ def geometries(draw: st.DrawFn, packed: bool = True) -> CacheGeometry:
     region = st.builds(
         Region,
         layer=st.integers(0, 40),
-        kind=st.sampled_from(["k", "v", "index_key", "raw"]),
+        kind=st.sampled_from(["k", "v", "kv", "index_key", "raw"]),
         heads=st.integers(1, 8),
         dim=st.sampled_from([8, 40, 64, 80, 96, 100, 112, 128, 256, 512, 513]),
         dtype=st.sampled_from(sorted(ITEM_BYTES)),
@@ -54,7 +57,8 @@ def geometries(draw: st.DrawFn, packed: bool = True) -> CacheGeometry:
         groups.append(
             LayerGroup(name, regions, mode, preset, window, dense_window=draw(st.sampled_from([64, 128, 256])))
         )
-    return CacheGeometry(tuple(groups), margin=draw(st.integers(0, 64)), max_step_tokens=draw(st.integers(1, 20)))
+    geometry = CacheGeometry(tuple(groups), margin=draw(st.integers(0, 64)), max_step_tokens=draw(st.integers(1, 20)))
+    return geometry.with_page_layout(draw(st.sampled_from([1, 2])))
 
 
 def test_page_bytes_of_a_plain_model() -> None:
@@ -123,8 +127,9 @@ def test_digest_covers_group_and_geometry_fields() -> None:
         CacheGeometry((dataclasses.replace(group, regions=group.regions[::-1]),)).digest(),
         CacheGeometry((group,), margin=17).digest(),
         CacheGeometry((group,), layout_version=LAYOUT_VERSION + 1).digest(),
+        CacheGeometry((group,)).with_page_layout(2).digest(),
     }
-    assert len(digests) == 6
+    assert len(digests) == 7
 
 
 def test_layers_of_different_width_and_k_unlike_v() -> None:
@@ -150,6 +155,12 @@ def test_layers_of_different_width_and_k_unlike_v() -> None:
         (lambda: CacheGeometry(()), "layer groups of different names"),
         (lambda: CacheGeometry(llama().groups * 2), "layer groups of different names"),
         (lambda: CacheGeometry(llama().groups, margin=-1), "margin is negative"),
+        (lambda: llama().with_page_layout(3), "page layout version of layer group 'full' is unknown; given: 3; allowed: 1, 2"),
+        (lambda: llama().with_page_layout(0), "page layout version of layer group 'full' is unknown"),
+        (
+            lambda: CacheGeometry((*llama().groups, LayerGroup("b", (K,), page_layout_version=2))),
+            "have one page layout version",
+        ),
     ],
 )
 def test_what_is_refused_by_name(build: object, words: str) -> None:
@@ -198,16 +209,51 @@ def test_bytes_of_a_llama_head_at_tq4() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "key", "value"), [("tq4", 64, 64), ("tq4v3", 64, 52), ("tq3", 52, 52), ("tq3v2", 52, 32)]
+    ("preset", "version", "key", "value", "shared"),
+    [
+        ("tq4", 1, 64, 64, 64),
+        ("tq4v3", 1, 64, 52, 64),
+        ("tq3", 1, 52, 52, 52),
+        ("tq3v2", 1, 52, 32, 52),
+        ("tq4", 2, 64, 64, 64),
+        ("tq4v3", 2, 64, 48, 64),
+        ("tq3", 2, 48, 48, 52),  # shared rows keep canonical records
+        ("tq3v2", 2, 48, 32, 52),
+    ],
 )
-def test_presets_give_keys_and_shared_rows_the_key_bits(preset: str, key: int, value: int) -> None:
+def test_presets_give_keys_and_shared_rows_the_key_bits(
+    preset: str, version: int, key: int, value: int, shared: int
+) -> None:
     regions = {kind: Region(0, kind, 2, 128, "bfloat16") for kind in ("k", "v", "kv")}
-    group = LayerGroup("full", tuple(regions.values()), "turboquant", preset)
+    group = LayerGroup("full", tuple(regions.values()), "turboquant", preset, page_layout_version=version)
     assert {kind: group.record_bytes(region) for kind, region in regions.items()} == {
         "k": (key, 4),
         "v": (value, 4),
-        "kv": (key, 4),
+        "kv": (shared, 4),
     }
+    assert group.page_bytes == 128 * 2 * (key + value + shared + 12)
+
+
+def test_page_layout_is_the_makers_choice_and_decides_bytes() -> None:
+    """Of TurboQuant at 3 bits; other modes take the same bytes in either."""
+    rows = apply_mode(llama(2, heads=4, dim=128), "turboquant", "tq3", (1, 0))
+    fragments = rows.with_page_layout(2)
+    assert (rows.page_layout_version, fragments.page_layout_version) == (1, 2)
+    assert rows.group("full").page_bytes == 2 * 4 * 128 * (52 + 4)
+    assert fragments.group("full").page_bytes == 2 * 4 * 128 * (48 + 4)
+    assert fragments.group("full-edges").page_bytes == rows.group("full-edges").page_bytes
+    assert rows.bytes_per_token - fragments.bytes_per_token == 2 * 4 * 4
+    assert "planes 2" in fragments.summary() and fragments.describe().startswith("layout 2 planes 2 ")
+    message = fragments.to_proto()
+    assert message.page_layout_version == 2 and CacheGeometry.from_proto(message) == fragments
+    for unknown in (0, 3):  # 0: a peer that does not know the field
+        message.page_layout_version = unknown
+        with pytest.raises(ConfigError, match="page layout version") as caught:
+            CacheGeometry.from_proto(message)
+        assert caught.value.reason == "UNKNOWN_PAGE_LAYOUT"
+    with pytest.raises(PreconditionFailed, match="planes 1 .*planes 2") as refused:
+        demand_same_geometry(fragments, rows, "sequence 'r'")
+    assert refused.value.reason == "GEOMETRY_MISMATCH"
 
 
 @given(geometries())
@@ -282,9 +328,6 @@ def test_a_pinned_layer_of_a_two_group_model_is_pinned_by_its_number() -> None:
     both = CacheGeometry((LayerGroup("sliding", sliding, window=512), LayerGroup("full", full)))
     geometry = apply_mode(both, "fp8", dense_layers=(1, 0))
     assert geometry.modes == "sliding fp8, sliding-edges dense, full fp8"
-
-
-K = Region(0, "k", 1, 64, "float32")
 
 
 @pytest.mark.parametrize(
