@@ -53,6 +53,10 @@ __device__ __forceinline__ uint4 load_stream_16(const void* p) {
                  : "l"(p));
     return r;
 }
+// Read again soon, or along with neighbours: into L1.
+__device__ __forceinline__ uint4 load_cached_16(const void* p) { return __ldg(static_cast<const uint4*>(p)); }
+__device__ __forceinline__ uint2 load_cached_8(const void* p) { return __ldg(static_cast<const uint2*>(p)); }
+__device__ __forceinline__ uint32_t load_cached_4(const void* p) { return __ldg(static_cast<const unsigned*>(p)); }
 // Written by another kernel of the same call: past L1.
 __device__ __forceinline__ float4 load_l2_f4(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
 __device__ __forceinline__ float2 load_l2_f2(const float* p) { return __ldcg(reinterpret_cast<const float2*>(p)); }
@@ -172,6 +176,7 @@ __device__ __forceinline__ float tanh_fast(float x) { // 2^-11
     asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
+__device__ __forceinline__ float divide_fast(float a, float b) { return __fdividef(a, b); } // 2 ulp; 0 for b >= 2^126
 // a * b + c of 32 bits on the multiplier's pipe. With b from a kernel parameter ptxas cannot turn it into logic.
 __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r;
@@ -230,6 +235,23 @@ template <> __device__ __forceinline__ uint32_t pack_halves<__half>(float low, f
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+// a * b of two halves each. The sum is there for sm_80, which has no mul.bf16x2; -0 keeps the product's own sign.
+template <typename T> __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b);
+template <> __device__ __forceinline__ uint32_t multiply_halves<__nv_bfloat16>(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+    return r;
+}
+template <> __device__ __forceinline__ uint32_t multiply_halves<__half>(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// ---- broken invariants
+
+// Ends the launch with an error: going on would write into memory of others.
+__device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
 // ---- time, for the phase-timing variant
 
