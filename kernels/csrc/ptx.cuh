@@ -1,17 +1,21 @@
 // The PTX instructions that the attention kernels use, one thin function each, and what stands for them on older archs.
 //
 // tests/kernels/cuda_on_cpu/ptx.cuh has the same functions for a CPU, so that kernels written against this header alone
-// can be run lane by lane without a GPU.
+// can be run lane by lane without a GPU. The guard is how it takes this header's place.
 //
 // Fragments (PTX ISA, "Matrix Fragments for mma.m16n8k32 / m16n8k16"), g = lane / 4, t = lane % 4:
 //   A a0: row g, a1: row g + 8, both k = 4t.. (bytes) or 2t.. (halves); a2, a3: the same rows, k + 16 (bytes) or k + 8
 //   B b0: column g, k = 4t.. or 2t..; b1: k + 16 or k + 8.      C c0, c1: row g, columns 2t, 2t+1; c2, c3: row g + 8
-#pragma once
+#ifndef TAILPACK_PTX_CUH
+#define TAILPACK_PTX_CUH
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cuda/std/cstdint>
+
+// The launch's dynamic shared memory as `uint8_t* name` or an array of that name.
+#define TAILPACK_DYNAMIC_SHARED(name) extern __shared__ __align__(128) ::tailpack::uint8_t name[]
 
 namespace tailpack {
 
@@ -235,6 +239,14 @@ template <> __device__ __forceinline__ uint32_t pack_halves<__half>(float low, f
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+// Half i (0: the low one) of a register.
+template <typename T> __device__ __forceinline__ float half_of(uint32_t word, int i);
+template <> __device__ __forceinline__ float half_of<__nv_bfloat16>(uint32_t word, int i) {
+    return __bfloat162float(__ushort_as_bfloat16(static_cast<uint16_t>(word >> 16 * i)));
+}
+template <> __device__ __forceinline__ float half_of<__half>(uint32_t word, int i) {
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16 * i)));
+}
 // a * b of two halves each. The sum is there for sm_80, which has no mul.bf16x2; -0 keeps the product's own sign.
 template <typename T> __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b);
 template <> __device__ __forceinline__ uint32_t multiply_halves<__nv_bfloat16>(uint32_t a, uint32_t b) {
@@ -262,3 +274,5 @@ __device__ __forceinline__ uint64_t global_nanoseconds() {
 }
 
 } // namespace tailpack
+
+#endif
