@@ -6,51 +6,36 @@ Same cases as tests/kernels/device_check.py runs on a GPU; here they need only g
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from kernels import turboquant
 from kernels.cells import MAX_NORM, ZERO_NORM
-from kernels.compiler import SOURCE_DIR
 from kernels.tables import grid_boundaries
 from kernels.widths import COMPILED_WIDTHS, PACKED_BITS
+from tests.kernels.emulator import Emulator, needs_compiler
 
 NO_BAD_ROW = 2**63 - 1
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    target = tmp_path_factory.mktemp("cuda_on_cpu") / "turboquant.so"
+def library(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     limits = [f"-DTAILPACK_ZERO_NORM={ZERO_NORM}", f"-DTAILPACK_MAX_NORM={MAX_NORM}"]
-    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", *limits]
-    includes = [f"-I{HERE / 'cuda_on_cpu'}", f"-I{SOURCE_DIR}"]
-    source = HERE / "cuda_on_cpu" / "turboquant.cpp"
-    subprocess.run(["g++", *flags, *includes, str(source), "-o", str(target)], check=True, timeout=120)
-    return ctypes.CDLL(str(target))
+    return Emulator.build("turboquant.cpp", tmp_path_factory.mktemp("cuda_on_cpu"), limits)
 
 
-def _call(library: ctypes.CDLL, name: str, blocks: int, *arguments: torch.Tensor | int) -> None:
-    values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_int64(a) for a in arguments]
-    getattr(library, name)(ctypes.c_uint(blocks), *values)
-
-
-def pack(library: ctypes.CDLL, rows: torch.Tensor, bits: int, name: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+def pack(library: Emulator, rows: torch.Tensor, bits: int, name: str) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Pack rows [n, d] into poisoned canonical records; returns codes, scales and the first bad row."""
     n, d = rows.shape
     size = turboquant.code_bytes(d, bits)
     records = torch.full((n, size + 4), 0xA5, dtype=torch.uint8)
     words = records.view(torch.float32)
     bad = torch.tensor([NO_BAD_ROW])
-    _call(
-        library,
+    library.call(
         f"pack_w{d}_b{bits}_{name}",
         3,
         rows,
@@ -65,13 +50,13 @@ def pack(library: ctypes.CDLL, rows: torch.Tensor, bits: int, name: str) -> tupl
     return records[:, :size].contiguous(), words[:, size // 4 :].contiguous(), int(bad)
 
 
-def unpack(library: ctypes.CDLL, packed: turboquant.PackedRows, d: int, bits: int, name: str) -> torch.Tensor:
+def unpack(library: Emulator, packed: turboquant.PackedRows, d: int, bits: int, name: str) -> torch.Tensor:
     """Unpack into poisoned rows that lie in a wider tensor."""
     n = packed.codes.shape[0]
     wide = torch.full((n, d + 8), float("nan"), dtype=DTYPES[name])
     rows = wide[:, 8:]
     codes, scales = packed.codes, packed.scales
-    _call(library, f"unpack_w{d}_b{bits}_{name}", 2, codes, codes.stride(0), scales, 1, rows, rows.stride(0), n)
+    library.call(f"unpack_w{d}_b{bits}_{name}", 2, codes, codes.stride(0), scales, 1, rows, rows.stride(0), n)
     assert bool(wide[:, :8].isnan().all()), "wrote in front of the rows"
     return rows
 
@@ -101,9 +86,7 @@ def cases(n: int, d: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("bits", PACKED_BITS)
 @pytest.mark.parametrize("width", COMPILED_WIDTHS)
-def test_pack_and_unpack_equal_the_reference_bit_for_bit(
-    library: ctypes.CDLL, width: int, bits: int, name: str
-) -> None:
+def test_pack_and_unpack_equal_the_reference_bit_for_bit(library: Emulator, width: int, bits: int, name: str) -> None:
     seed = int(torch.seed() % 2**31)
     print(f"seed {seed}")
     for n in (1, 17, 129):
@@ -122,8 +105,8 @@ def test_pack_and_unpack_equal_the_reference_bit_for_bit(
 
 @pytest.mark.parametrize("bits", PACKED_BITS)
 @pytest.mark.parametrize("width", COMPILED_WIDTHS)
-def test_a_coordinate_on_a_boundary_goes_to_the_upper_cell(library: ctypes.CDLL, width: int, bits: int) -> None:
-    quantise = getattr(library, f"quantise_w{width}_b{bits}")
+def test_a_coordinate_on_a_boundary_goes_to_the_upper_cell(library: Emulator, width: int, bits: int) -> None:
+    quantise = library.function(f"quantise_w{width}_b{bits}")
     quantise.restype, quantise.argtypes = ctypes.c_uint, [ctypes.c_float]
     half = 1 << (bits - 1)
     positive = list(grid_boundaries(turboquant.grid(width, bits)))
@@ -135,7 +118,7 @@ def test_a_coordinate_on_a_boundary_goes_to_the_upper_cell(library: ctypes.CDLL,
 
 
 @pytest.mark.parametrize("width", COMPILED_WIDTHS)
-def test_a_bad_row_is_flagged_and_stores_nothing_that_looks_like_a_row(library: ctypes.CDLL, width: int) -> None:
+def test_a_bad_row_is_flagged_and_stores_nothing_that_looks_like_a_row(library: Emulator, width: int) -> None:
     for poison in (float("nan"), float("inf"), -float("inf"), 3e37):
         rows = torch.randn(40, width)
         rows[29, width - 1] = rows[11, width // 2] = poison
@@ -147,7 +130,7 @@ def test_a_bad_row_is_flagged_and_stores_nothing_that_looks_like_a_row(library: 
         assert torch.equal(codes[good], turboquant.pack(rows[good], 4).codes)
 
 
-def test_a_norm_at_the_limit_is_packed(library: ctypes.CDLL) -> None:
+def test_a_norm_at_the_limit_is_packed(library: Emulator) -> None:
     rows = torch.randn(8, 512)
     rows *= (0.999e37 / rows.double().norm(dim=1, keepdim=True)).float()
     expected = turboquant.pack(rows, 4)

@@ -1,6 +1,6 @@
 // Every cell of the codec as C functions with the kernels' own parameters plus the number of CTAs (of one warp each).
 // Built by tests/kernels/test_turboquant_on_cpu.py.
-#include "warp.h"
+#include "cta.h"
 
 #include "turboquant.cuh"
 
@@ -10,14 +10,14 @@ using namespace tailpack;
     extern "C" void pack_w##WIDTH##_b##BITS##_##NAME(unsigned blocks, const ROW* rows, int64_t row_stride,             \
                                                      uint8_t* codes, int64_t codes_stride, float* scales,              \
                                                      int64_t scales_stride, long long* bad, int64_t num_rows) {        \
-        warp::run(blocks, [=] {                                                                                        \
+        cta::launch(blocks, 32, 0, [=] {                                                                                        \
             pack_rows<ROW, WIDTH, BITS>(rows, row_stride, codes, codes_stride, scales, scales_stride, bad, num_rows);  \
         });                                                                                                            \
     }                                                                                                                  \
     extern "C" void unpack_w##WIDTH##_b##BITS##_##NAME(unsigned blocks, const uint8_t* codes, int64_t codes_stride,    \
                                                        const float* scales, int64_t scales_stride, ROW* rows,          \
                                                        int64_t row_stride, int64_t num_rows) {                         \
-        warp::run(blocks, [=] {                                                                                        \
+        cta::launch(blocks, 32, 0, [=] {                                                                                        \
             unpack_rows<ROW, WIDTH, BITS>(codes, codes_stride, scales, scales_stride, rows, row_stride, num_rows);     \
         });                                                                                                            \
     }
