@@ -115,10 +115,17 @@ def sequence(
     shared: bool = False,
     rows: torch.Tensor | None = None,
     company: int = 3,
+    version: int = 1,
 ) -> Packed:
     names = codecs or KINDS[kind or ""]
     pair: list[RowCodec] = [row_codec(name, dim, torch.float32) for name in names[: 1 if shared else 2]]
-    layout = page_layout([Region(page_rows, kv_heads, c.code_bytes, c.scale_bytes) for c in pair])
+    layout = page_layout(
+        [
+            Region(page_rows, kv_heads, c.code_bytes, c.scale_bytes, kind, dim, int(c.name[2:]) if c.rotated else 0)
+            for c, kind in zip(pair, ("kv",) if shared else ("k", "v"), strict=True)
+        ],
+        version,
+    )
     num_pages = -(-num_rows // page_rows)
     arena = torch.full((num_pages + company, layout.page_bytes), 0xFF, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
@@ -184,6 +191,7 @@ def queries(seed: int, *shape: int) -> torch.Tensor:
     window=st.sampled_from([0, 0, 1, 100, 128, 300]),
     softcap=st.sampled_from([0.0, 0.0, 2.0, 50.0]),
     shared=st.booleans(),
+    version=st.sampled_from([1, 2]),
     seed=st.integers(0, 2**31),
 )
 def test_packed_pages_against_the_reference(
@@ -198,13 +206,28 @@ def test_packed_pages_against_the_reference(
     window: int,
     softcap: float,
     shared: bool,
+    version: int,
     seed: int,
 ) -> None:
     """Queries behind, at and inside the packed rows, which end inside a page as often as not."""
     tokens = max(0, pages * PAGE - partial)
-    seq = sequence(kind, dim, kv_heads, tokens, seed=seed, shared=shared)
+    seq = sequence(kind, dim, kv_heads, tokens, seed=seed, shared=shared, version=version)
     q = queries(seed, num_queries, kv_heads * group, dim)
     check(seq, q, num_tokens=tokens, first_position=max(0, tokens - back), window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("kind", ["tq4", "tq4v3", "tq3", "tq3v2"])
+def test_pages_of_fragments_read_as_pages_of_rows(kind: str) -> None:
+    """The same rows in either order of a page: attention is equal to the last bit."""
+    rows, fragments = (sequence(kind, 128, 2, 300, version=version) for version in (1, 2))
+    assert rows.keys.planes.fragments is None and fragments.keys.planes.fragments is not None
+    got = [
+        attend_packed(
+            queries(3, 2, 6, 128), s.keys, s.values, s.page_ids, num_tokens=300, first_position=310, sm_scale=0.1
+        )
+        for s in (rows, fragments)
+    ]
+    assert torch.equal(got[0].out, got[1].out) and torch.equal(got[0].lse, got[1].lse)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=SLOW)

@@ -9,11 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import fp8, record_sizes, turboquant
+from kernels import bitpack, fp8, record_sizes, turboquant
 from kernels.errors import ArgumentError, KernelError, LayoutError, NonFiniteRowError, WidthError
 from kernels.layout import read_region
 from kernels.page_codec import (
     CODEC_NAMES,
+    PackedRows,
     Planes,
     RegionRows,
     RowCodec,
@@ -21,8 +22,10 @@ from kernels.page_codec import (
     copy_records,
     pack_pages,
     read_pages,
+    read_records,
     row_codec,
     unpack_pages,
+    write_records,
 )
 from kernels.page_layout import Region, RegionPlanes, page_layout
 from kernels.rotation import padded_width, parts, rotate
@@ -33,9 +36,16 @@ def codecs(dim: int) -> list[RowCodec]:
     return [row_codec(name, dim, torch.float32) for name in names]
 
 
-def arena_of(regions: list[tuple[RowCodec, int, int]], pages: int, fill: int = 0) -> tuple[torch.Tensor, list[Planes]]:
+def region_of(codec: RowCodec, heads: int, rows: int, kind: str = "") -> Region:
+    bits = int(codec.name[2:]) if codec.rotated else 0
+    return Region(rows, heads, codec.code_bytes, codec.scale_bytes, kind, codec.dim, bits)
+
+
+def arena_of(
+    regions: list[tuple[RowCodec, int, int]], pages: int, fill: int = 0, kind: str = "", version: int = 1
+) -> tuple[torch.Tensor, list[Planes]]:
     """An arena of `pages` pages of [(codec, heads, rows)], every byte `fill`, and the planes of its regions."""
-    layout = page_layout([Region(rows, heads, c.code_bytes, c.scale_bytes) for c, heads, rows in regions])
+    layout = page_layout([region_of(*region, kind) for region in regions], version)
     arena = torch.full((pages, layout.page_bytes), fill, dtype=torch.uint8)
     return arena, [
         arena_planes(arena, layout.regions[i], heads, rows, codec) for i, (codec, heads, rows) in enumerate(regions)
@@ -169,6 +179,97 @@ def test_a_split_page_keeps_the_records_below_the_cut_and_packs_the_rest() -> No
         assert torch.equal(arena[2], arena[0]), codec.name
         copy_records(0, 1, [planes], 50)
         assert (planes.codes[1, :, 50:] == 0xAA).all()
+
+
+# -- planes in the order of fragments: the same records through the same calls
+
+FRAGMENTS = [(f"tq{bits}", dim, kind) for bits in (2, 3, 4) for dim in (64, 128, 256, 512) for kind in "kv"]
+
+
+def both_orders(
+    name: str, dim: int, kind: str, heads: int, rows: int, fill: int = 0
+) -> tuple[RowCodec, list[tuple[torch.Tensor, Planes]]]:
+    """The codec, and an arena of 4 pages with its planes in version 1 and in version 2."""
+    codec = row_codec(name, dim)
+    arenas = [arena_of([(codec, heads, rows)], 4, fill, kind, version) for version in (1, 2)]
+    assert [planes.fragments is None for _, (planes,) in arenas] == [True, False]
+    return codec, [(arena, planes) for arena, (planes,) in arenas]
+
+
+@pytest.mark.parametrize(("name", "dim", "kind"), FRAGMENTS)
+def test_pages_of_fragments_hold_and_give_the_same_rows(name: str, dim: int, kind: str) -> None:
+    codec, arenas = both_orders(name, dim, kind, heads=2, rows=128, fill=0xFF)
+    page_ids = torch.tensor([3, 1])
+    rows = rows_of(3, 2, 128, 2, dim)
+    layout = page_layout([region_of(codec, 2, 128, kind)], 2)
+    got = []
+    for arena, planes in arenas:
+        pack_pages(page_ids, [RegionRows(planes, codec, rows)])
+        assert (arena[[0, 2]] == 0xFF).all(), "wrote a page that was not named"
+        got.append((read_pages(page_ids, planes, codec), unpack_pages(page_ids, planes, codec, torch.float32, 5, 70)))
+    for one, two in zip(*got, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    records = turboquant.to_records(turboquant.pack(rows.transpose(1, 2), int(name[2:])))
+    (arena, _) = arenas[1]
+    for i, page in enumerate(page_ids.tolist()):
+        assert torch.equal(read_region(layout, arena[page], 0), records[i])
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    case=st.sampled_from([*FRAGMENTS[:12], ("tq3", 512, "v")]),
+    rows=st.sampled_from([32, 64, 128]),
+    heads=st.integers(1, 3),
+    cut=st.integers(0, 128),
+    count=st.integers(0, 128),
+    seed=st.integers(0, 2**31),
+)
+def test_parts_of_pages_of_fragments_are_copied_and_written_row_by_row(
+    case: tuple[str, int, str], rows: int, heads: int, cut: int, count: int, seed: int
+) -> None:
+    """A copy of the first rows, and rows packed behind a cut, touch no other row, wherever rows share bytes."""
+    codec, arenas = both_orders(*case, heads=heads, rows=rows)
+    generator = torch.Generator().manual_seed(seed)
+    first, count = min(cut, rows), min(count, rows - min(cut, rows))
+    fresh = rows_of(seed, 2, rows, heads, codec.dim)
+    before = PackedRows(
+        *(
+            torch.randint(0, 256, (4, heads, rows, size), dtype=torch.uint8, generator=generator)
+            for size in (codec.code_bytes, codec.scale_bytes)
+        )
+    )
+    if codec.name == "tq3":  # bits 30 and 31 of a word are no code's, nor is a place behind the last code
+        codes = turboquant.unpack_codes(
+            turboquant.PackedRows(before.codes, torch.zeros(4, heads, rows, 1)), codec.dim, 3
+        )
+        before.codes.copy_(bitpack.pack_codes(codes.view(-1, codec.dim).t(), 3).view(before.codes.shape))
+    everything = torch.arange(4)
+    for _, planes in arenas:
+        write_records(everything, planes, before)
+        copy_records(1, 3, [planes], first)
+        pack_pages(torch.tensor([3, 0]), [RegionRows(planes, codec, fresh[:, first : first + count])], first)
+    rows_in, fragments_in = (read_records(everything, planes) for _, planes in arenas)
+    for one, two, old in zip(rows_in, fragments_in, before, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(two[1:3], old[1:3])
+        assert torch.equal(two[3, :, :first], old[1, :, :first])
+        assert torch.equal(two[3, :, first + count :], old[3, :, first + count :])
+        assert torch.equal(two[0, :, :first], old[0, :, :first])
+    part = read_records(torch.tensor([3]), arenas[1][1], first, count)
+    assert all(torch.equal(p, whole[3:, :, first : first + count]) for p, whole in zip(part, fragments_in, strict=True))
+
+
+def test_planes_of_fragments_have_no_records_to_look_at() -> None:
+    codec, (_, (arena, planes)) = both_orders("tq3", 128, "v", heads=2, rows=128)
+    for plane in ("codes", "scales"):
+        with pytest.raises(LayoutError, match=r"no records to look at: given .*'v'.*use read_records"):
+            getattr(planes, plane)
+    (region,) = page_layout([region_of(codec, 2, 128, "v")], 2).regions
+    for wrong, rows in ((row_codec("tq3", 64), 128), (row_codec("tq2", 128), 128), (row_codec("fp8", 128), 128)):
+        with pytest.raises(LayoutError, match=r"do not lie in this order: .*allowed: tq3 at width 128"):
+            arena_planes(arena, region, 2, rows, wrong)
+    with pytest.raises(LayoutError, match="a multiple of 32 rows"):
+        arena_planes(arena, region, 2, 100, codec)
 
 
 def test_a_row_that_cannot_be_packed_leaves_every_page_as_it_was() -> None:

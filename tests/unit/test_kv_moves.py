@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ NO_WORKSPACE: Any = None  # every row is in a ring
 class Store:
     """One sequence in one group, whose rows are random and kept here as they were written."""
 
-    def __init__(self, mode: str, preset: str = "") -> None:
-        geometry = CacheGeometry((LayerGroup("g", REGIONS, mode, preset),))
+    def __init__(self, mode: str, preset: str = "", regions: tuple[Region, ...] = REGIONS, version: int = 1) -> None:
+        geometry = CacheGeometry((LayerGroup("g", regions, mode, preset, page_layout_version=version),))
         self.attachment = LocalAttachment(geometry, num_pages=16, max_sequences=2, max_sequence_tokens=1024)
         (self.group,) = geometry.groups
         self.kv = KvView(geometry, self.attachment.arenas, self.attachment.tails)
@@ -35,7 +36,7 @@ class Store:
         self.slot: int = answer.slot  # type: ignore[union-attr]
         generator = torch.Generator().manual_seed(5)
         self.rows = {
-            (r.layer, r.kind): torch.randn(1024 // r.ratio, r.heads, r.dim, generator=generator) for r in REGIONS
+            (r.layer, r.kind): torch.randn(1024 // r.ratio, r.heads, r.dim, generator=generator) for r in regions
         }
         self.base, self.pages = 0, list[int]()
         for end in range(100, LENGTH + 1, 100):
@@ -109,6 +110,25 @@ def test_a_truncate_restores_the_rows_of_every_ratio(num_tokens: int) -> None:
     for key, rows in store.rows.items():
         assert similar(store.span(key, 0, end), rows[: end // RATIOS[key]]), f"{key} after 300 more tokens"
     assert store.attachment.verify() == []
+
+
+@pytest.mark.parametrize("num_tokens", [300, 384, 500, 612])
+@pytest.mark.parametrize("preset", ["tq4", "tq3"])
+def test_the_order_of_pages_changes_no_row(preset: str, num_tokens: int) -> None:
+    """Sealed, cut inside a group of rows that share bytes, refilled and sealed again: fragments read as rows do."""
+    regions = (replace(REGIONS[0], dim=64), REGIONS[1])
+    stores = [Store("turboquant", preset, regions, version) for version in (1, 2)]
+    for store, fragments in zip(stores, (False, True), strict=True):
+        orders = [view.packed.planes.fragments for view in store.kv.regions.values() if view.packed]
+        assert [order is not None for order in orders] == [fragments, False]
+        store.truncate(num_tokens)
+        store.attachment.control.append_tokens(store.slot, range(num_tokens, 1000))
+        for end in range(num_tokens + 100, 1000, 100):
+            store.append(end - 100, end)
+        assert store.attachment.verify() == []
+    assert stores[0].base == stores[1].base > num_tokens - 144
+    for key in RATIOS:
+        assert torch.equal(stores[0].span(key, 0, end), stores[1].span(key, 0, end))
 
 
 @pytest.mark.parametrize("num_tokens", [200, 500, 640])
