@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -33,8 +32,7 @@ def fields_of_header(struct: str) -> list[str]:
     assert body, struct
     names = []
     for declaration in body[1].split(";"):
-        *_, last = ["", *declaration.split()]
-        if last:
+        if declaration.strip():
             first, *others = (part.strip() for part in declaration.split(","))
             names += [re.split(r"[\s*]+", first)[-1], *others]
     return [name.partition("[")[0].lstrip("*") for name in names]
