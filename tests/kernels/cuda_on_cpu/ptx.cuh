@@ -59,6 +59,15 @@ inline uint2 load_cached_8(const void* p, Where where = Where::here()) { return 
 inline uint32_t load_cached_4(const void* p, Where where = Where::here()) {
     return load_global<uint32_t>(p, "load_cached_4", where);
 }
+inline uint4 load_cached_16(const void* p, Where where = Where::here()) {
+    return load_global<uint4>(p, "load_cached_16", where);
+}
+inline uint2 load_cached_8(const void* p, Where where = Where::here()) {
+    return load_global<uint2>(p, "load_cached_8", where);
+}
+inline uint32_t load_cached_4(const void* p, Where where = Where::here()) {
+    return load_global<uint32_t>(p, "load_cached_4", where);
+}
 inline float4 load_l2_f4(const float* p, Where where = Where::here()) { return load_global<float4>(p, "load_l2_f4", where); }
 inline float2 load_l2_f2(const float* p, Where where = Where::here()) { return load_global<float2>(p, "load_l2_f2", where); }
 
@@ -92,6 +101,7 @@ inline void stage_end(uint32_t full, Where where = Where::here()) {
 constexpr uint32_t kStageArrivals = 1;
 inline void stage_begin(uint32_t full, uint32_t bytes, Where where = Where::here()) {
     cta::thread->stage_calls++;
+    cta::meet("stage_begin", where, nullptr, 0);
     if (threadIdx.x % 32 != 0) return;
     cta::mbarrier_expect(full, bytes, where);
     cta::mbarrier_arrive(full, where);
@@ -126,7 +136,34 @@ inline float exp2_fast(float x) { return flush_to_zero(std::exp2(flush_to_zero(x
 inline float log2_fast(float x) { return std::log2(flush_to_zero(x)); }
 inline float tanh_fast(float x) { return std::tanh(x); }
 inline float divide_fast(float a, float b) { return b >= 0x1p126f ? 0.0f : a / b; }
+inline float divide_fast(float a, float b) { return __fdividef(a, b); }
 inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }
+
+// ---- halves in registers
+
+template <typename T> inline float half_of(uint32_t word, int i);
+template <> inline float half_of<__nv_bfloat16>(uint32_t word, int i) {
+    return __bfloat162float(__ushort_as_bfloat16(static_cast<uint16_t>(word >> 16 * i)));
+}
+template <> inline float half_of<__half>(uint32_t word, int i) {
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16 * i)));
+}
+template <typename T> inline uint32_t pack_halves(float low, float high);
+template <> inline uint32_t pack_halves<__nv_bfloat16>(float low, float high) {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(low)) |
+           static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
+}
+template <> inline uint32_t pack_halves<__half>(float low, float high) {
+    return __half_as_ushort(__float2half_rn(low)) | static_cast<uint32_t>(__half_as_ushort(__float2half_rn(high))) << 16;
+}
+template <typename T> inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+    return pack_halves<T>(half_of<T>(a, 0) * half_of<T>(b, 0), half_of<T>(a, 1) * half_of<T>(b, 1));
+}
+
+inline void trap(Where where = Where::here()) { cta::fail("trap", where); }
+template <typename T> inline uint32_t multiply_halves(uint32_t a, uint32_t b) { // products are exact in f32
+    return pack_halves<T>(half_of<T>(a, 0) * half_of<T>(b, 0), half_of<T>(a, 1) * half_of<T>(b, 1));
+}
 
 // ---- tensor cores
 
@@ -190,29 +227,14 @@ inline void mma_s8_u8(int32_t (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, ui
                       Where where = Where::here()) {
     mma<4, int16_t>("mma_s8_u8", where, c, {a0, a1, a2, a3}, {b0, b1}, signed_byte, unsigned_byte);
 }
-template <typename T> inline float half_of(uint32_t word, int i);
-template <> inline float half_of<__nv_bfloat16>(uint32_t word, int i) {
-    return __bfloat162float(__ushort_as_bfloat16(static_cast<uint16_t>(word >> 16 * i)));
-}
-template <> inline float half_of<__half>(uint32_t word, int i) {
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16 * i)));
-}
 template <typename T>
 inline void mma_half(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1,
                      Where where = Where::here()) {
     mma<2, float>("mma_half", where, c, {a0, a1, a2, a3}, {b0, b1}, half_of<T>, half_of<T>);
 }
-template <typename T> inline uint32_t pack_halves(float low, float high);
-template <> inline uint32_t pack_halves<__nv_bfloat16>(float low, float high) {
-    return __bfloat16_as_ushort(__float2bfloat16_rn(low)) |
-           static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
-}
-template <> inline uint32_t pack_halves<__half>(float low, float high) {
-    return __half_as_ushort(__float2half_rn(low)) | static_cast<uint32_t>(__half_as_ushort(__float2half_rn(high))) << 16;
-}
-template <typename T> inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
-    return pack_halves<T>(half_of<T>(a, 0) * half_of<T>(b, 0), half_of<T>(a, 1) * half_of<T>(b, 1));
-}
+// ---- broken invariants
+
+inline void trap(Where where = Where::here()) { cta::fail("trap", where); }
 
 // ---- time
 
