@@ -119,6 +119,7 @@ __device__ __forceinline__ uint64_t evict_last_policy() { return 0; }
 #else
 constexpr uint32_t kStageArrivals = 1;
 __device__ __forceinline__ void stage_begin(uint32_t full, uint32_t bytes) {
+    __syncwarp(); // a lane that still waited for the place while lane 0 goes on could miss a phase, and wait for ever
     if (threadIdx.x % 32 == 0)
         asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(full), "r"(bytes)
                      : "memory");

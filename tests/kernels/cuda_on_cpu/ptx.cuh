@@ -55,13 +55,6 @@ inline uint4 load_stream_16(const void* p, Where where = Where::here()) {
 inline uint4 load_cached_16(const void* p, Where where = Where::here()) {
     return load_global<uint4>(p, "load_cached_16", where);
 }
-inline uint2 load_cached_8(const void* p, Where where = Where::here()) { return load_global<uint2>(p, "load_cached_8", where); }
-inline uint32_t load_cached_4(const void* p, Where where = Where::here()) {
-    return load_global<uint32_t>(p, "load_cached_4", where);
-}
-inline uint4 load_cached_16(const void* p, Where where = Where::here()) {
-    return load_global<uint4>(p, "load_cached_16", where);
-}
 inline uint2 load_cached_8(const void* p, Where where = Where::here()) {
     return load_global<uint2>(p, "load_cached_8", where);
 }
@@ -135,7 +128,6 @@ inline float flush_to_zero(float x) { return std::fabs(x) < 0x1p-126f ? std::cop
 inline float exp2_fast(float x) { return flush_to_zero(std::exp2(flush_to_zero(x))); }
 inline float log2_fast(float x) { return std::log2(flush_to_zero(x)); }
 inline float tanh_fast(float x) { return std::tanh(x); }
-inline float divide_fast(float a, float b) { return b >= 0x1p126f ? 0.0f : a / b; }
 inline float divide_fast(float a, float b) { return __fdividef(a, b); }
 inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }
 
@@ -156,11 +148,6 @@ template <> inline uint32_t pack_halves<__nv_bfloat16>(float low, float high) {
 template <> inline uint32_t pack_halves<__half>(float low, float high) {
     return __half_as_ushort(__float2half_rn(low)) | static_cast<uint32_t>(__half_as_ushort(__float2half_rn(high))) << 16;
 }
-template <typename T> inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
-    return pack_halves<T>(half_of<T>(a, 0) * half_of<T>(b, 0), half_of<T>(a, 1) * half_of<T>(b, 1));
-}
-
-inline void trap(Where where = Where::here()) { cta::fail("trap", where); }
 template <typename T> inline uint32_t multiply_halves(uint32_t a, uint32_t b) { // products are exact in f32
     return pack_halves<T>(half_of<T>(a, 0) * half_of<T>(b, 0), half_of<T>(a, 1) * half_of<T>(b, 1));
 }
