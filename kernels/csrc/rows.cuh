@@ -20,11 +20,17 @@
 namespace tailpack {
 
 constexpr int kTileRows = 16;
+constexpr int kPairsAhead = 4; // of loads, a lane: 8 loads of 16 bytes under way
 constexpr float kLog2e = 1.44269504f;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
-__device__ __forceinline__ float float_of(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float float_of(__half x) { return __half2float(x); }
+
+template <typename A, typename B> struct IsSame {
+    static constexpr bool kValue = false;
+};
+template <typename A> struct IsSame<A, A> {
+    static constexpr bool kValue = true;
+};
 
 // Factor on p before it is rounded to a half, taken out of the result again: keeps f16's 11 bits down to p = 2^-29.
 template <typename Compute> struct ProbabilityBias {
@@ -228,10 +234,89 @@ template <typename FormatOf, bool CACHED> struct PageRows {
     }
 };
 
+// ---- queries
+
+// The dims of q that lane (g, t) multiplies with a step of rows: kLaneDims of vector first_vector + g, as B fragments.
+template <int D, typename T, typename Format> struct QueryRow {
+    const uint8_t* row; // a vector behind the last reads the last one's
+
+    __device__ __forceinline__ QueryRow(const DecodeArgs& args, const Item& item, int kv_head, int first_vector) {
+        const int num_vectors = static_cast<int>(args.num_queries * args.group), group = static_cast<int>(args.group);
+        const int vector = min(first_vector + static_cast<int>(threadIdx.x % 32 / 4), num_vectors - 1);
+        if constexpr (Format::kRotated) {
+            row = args.queries + ((item.sequence * args.kv_heads + kv_head) * num_vectors + vector) * (2 * D);
+        } else {
+            const int query = vector / group, head = kv_head * group + vector % group;
+            row = static_cast<const uint8_t*>(args.q) + sizeof(T) * (item.sequence * args.q_batch_stride +
+                                                                     query * args.q_token_stride + head * args.q_head_stride);
+        }
+    }
+    __device__ __forceinline__ void load(int step, int i, uint32_t (&w)[4]) const {
+        using Compute = typename Format::Compute;
+        const int chunk = (4 * step + static_cast<int>(threadIdx.x % 4)) * (Format::kLaneDims / 8) + i;
+        const uint4 x = load_cached_16(row + 16 * chunk);
+        w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+        if constexpr (!IsSame<T, Compute>::kValue) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) w[j] = pack_halves<Compute>(half_of<T>(w[j], 0), half_of<T>(w[j], 1));
+        }
+        Format::arrange(w);
+    }
+};
+
+// Which rows of an item the two vectors in this lane's columns see: [first, last], as rows of the item.
+struct Visible {
+    int32_t first[2], last[2];
+
+    __device__ __forceinline__ Visible(const DecodeArgs& args, const Item& item, int first_vector) {
+        const int num_vectors = static_cast<int>(args.num_queries * args.group), group = static_cast<int>(args.group);
+        const int num_tokens = args.num_tokens[item.sequence];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int vector = first_vector + 2 * static_cast<int>(threadIdx.x % 4) + i;
+            const int position = num_tokens - static_cast<int>(args.num_queries) + vector / group;
+            last[i] = vector < num_vectors ? min(position - item.first, item.count - 1) : -1;
+            first[i] = args.window ? position - static_cast<int>(args.window) + 1 - item.first : 0;
+        }
+    }
+};
+
 // ---- the warp
 
+// Pairs of rows (g, g + 8) of TILES tiles, loaded step by step: a step is what one load of each of the four lanes of a
+// row brings. A group of steps is in registers, each pair of loads renewed for the next group as soon as it is used.
+template <int D, typename Source, int TILES> struct RowStream {
+    using Format = typename Source::Format;
+    static constexpr int kStepDims = 4 * Format::kLaneDims, kSteps = D / kStepDims;
+    static constexpr int kWanted = kPairsAhead < TILES ? 1 : kPairsAhead / TILES;
+    static constexpr int kGroup = kSteps < kWanted ? kSteps : kWanted; // both powers of two
+    const uint8_t* row[TILES][2];
+    typename Format::Raw raw[kGroup][TILES][2];
+
+    __device__ __forceinline__ void load(int group, int s, int tile) {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            raw[s][tile][h] = Format::template load<Source::kCached>(row[tile][h], group + s, threadIdx.x % 4);
+    }
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int s = 0; s < kGroup; s++)
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) load(0, s, tile);
+    }
+    // The i-th eight dims of a lane, rows g and g + 8.
+    __device__ __forceinline__ void decode(int group, int s, int tile, int i, uint32_t (&a)[4], uint32_t (&b)[4]) const {
+        const int chunk = (4 * (group + s) + static_cast<int>(threadIdx.x % 4)) * (Format::kLaneDims / 8) + i;
+        Format::decode(raw[s][tile][0], i, chunk, a);
+        Format::decode(raw[s][tile][1], i, chunk, b);
+    }
+    __device__ __forceinline__ void next(int group, int s, int tile) {
+        if (group + kGroup < kSteps) load(group + kGroup, s, tile);
+    }
+};
+
 // Attends the vectors first_vector .. + COLUMNS - 1 (COLUMNS 4 or 8) of `kv_head` over tiles warp, warp + num_warps, ..
-// of `item` (kind 2, or kind 1: `first` and `count` in tokens). All 32 lanes call it.
+// of `item`; `first` and `count` in tokens. All 32 lanes call it.
 //   out[c * out_stride + dim], f32, dims in natural order, and ml[2 c], ml[2 c + 1]: sum of p v, m and l of column c as
 //   in decode_args.cuh; a column of no vector, or one that sees nothing, gets 0, -inf and 0. Both lie in shared memory
 //   of the warp's own (each lane writes, and adds to, its own elements); a stride of 1 mod 16 has no bank conflicts.
@@ -239,6 +324,144 @@ template <typename FormatOf, bool CACHED> struct PageRows {
 template <int D, typename T, typename Source, int COLUMNS, bool SOFTCAP, int TILES>
 __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const Source& source, const Item& item, int kv_head,
                                                  int first_vector, int warp, int num_warps, float* out, int out_stride,
-                                                 float* ml);
+                                                 float* ml) {
+    using Format = typename Source::Format;
+    using Compute = typename Format::Compute;
+    using Stream = RowStream<D, Source, TILES>;
+    constexpr int kEights = Format::kLaneDims / 8;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const QueryRow<D, T, Format> query(args, item, kv_head, first_vector);
+    const Visible visible(args, item, first_vector);
+    const float to_log2 = args.sm_scale * (SOFTCAP ? 1.0f : kLog2e) * Format::unit();
+    float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}; // of columns 2 t and 2 t + 1; l of own rows
+
+    const int num_tiles = (item.count + kTileRows - 1) / kTileRows;
+    for (int first_tile = warp; first_tile < num_tiles; first_tile += TILES * num_warps) {
+        Stream keys, values;
+        float k_scale[TILES][2], v_scale[TILES][2];
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                // Rows behind the end read the last one, which exists, and are masked.
+                const int row = min(kTileRows * (first_tile + tile * num_warps) + g + 8 * h, item.count - 1);
+                keys.row[tile][h] = source.key(row);
+                if constexpr (Format::kScaled) k_scale[tile][h] = source.key_scale(row), v_scale[tile][h] = source.value_scale(row);
+            }
+
+        float x[TILES][4] = {};
+        keys.begin();
+#pragma unroll 1
+        for (int group = 0; group < Stream::kSteps; group += Stream::kGroup)
+#pragma unroll
+            for (int s = 0; s < Stream::kGroup; s++) {
+                uint32_t q[kEights][4];
+#pragma unroll
+                for (int i = 0; i < kEights; i++) query.load(group + s, i, q[i]);
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+                    for (int i = 0; i < kEights; i++) {
+                        uint32_t a[4], b[4]; // rows g, g + 8
+                        keys.decode(group, s, tile, i, a, b);
+                        mma_half<Compute>(x[tile], a[0], b[0], a[1], b[1], q[i][0], q[i][1]);
+                        mma_half<Compute>(x[tile], a[2], b[2], a[3], b[3], q[i][2], q[i][3]);
+                    }
+                    keys.next(group, s, tile);
+                }
+            }
+
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                values.row[tile][h] = source.value(min(kTileRows * (first_tile + tile * num_warps) + g + 8 * h, item.count - 1));
+        values.begin(); // under way during the softmax
+
+        float top[2] = {m[0], m[1]};
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) { // row g + 8 (i / 2), column 2 t + i % 2
+                const int row = kTileRows * (first_tile + tile * num_warps) + g + 8 * (i / 2);
+                float s = x[tile][i] * (Format::kScaled ? k_scale[tile][i / 2] * to_log2 : to_log2);
+                if constexpr (SOFTCAP) {
+                    // tanh(y) = 1 - 2 / (1 + e^2y): its absolute error, which is what a logit keeps, is 1e-7
+                    const float e = exp2_fast(s * (2.0f * kLog2e / args.softcap));
+                    s = args.softcap * kLog2e * (1.0f - divide_fast(2.0f, 1.0f + e));
+                }
+                x[tile][i] = row >= visible.first[i % 2] && row <= visible.last[i % 2] ? s : minus_infinity();
+                top[i % 2] = fmaxf(top[i % 2], x[tile][i]);
+            }
+        float kept[2]; // what the output so far is worth against the new maximum
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], step));
+            kept[i] = m[i] == top[i] ? 1.0f : exp2_fast(m[i] - top[i]); // also where both are -inf
+            m[i] = top[i];
+            l[i] *= kept[i];
+            if (top[i] == minus_infinity()) top[i] = 0.0f; // p = 2^(-inf - 0) = 0, not 2^(-inf + inf)
+        }
+        uint32_t p[TILES][2]; // B fragments: column g, rows 2 t, 2 t + 1 and those + 8
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float p0 = exp2_fast(x[tile][2 * h] - top[0]), p1 = exp2_fast(x[tile][2 * h + 1] - top[1]);
+                l[0] += p0, l[1] += p1;
+                constexpr float kUp = ProbabilityBias<Compute>::kUp;
+                const float factor = Format::kScaled ? v_scale[tile][h] * Format::unit() : kUp;
+                p[tile][h] = transpose_8x8(Format::kScaled || kUp != 1.0f ? pack_halves<Compute>(p0 * factor, p1 * factor)
+                                                                          : pack_halves<Compute>(p0, p1));
+            }
+
+        const bool more = first_tile != warp; // out holds the rounds before
+#pragma unroll 1
+        for (int group = 0; group < Stream::kSteps; group += Stream::kGroup)
+#pragma unroll
+            for (int s = 0; s < Stream::kGroup; s++) {
+                float o[2 * kEights][4] = {}; // o[2 i + j]: words 2 j, 2 j + 1 of the i-th eight, columns 2 t, 2 t + 1
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+                    for (int i = 0; i < kEights; i++) {
+                        uint32_t a[4], b[4];
+                        values.decode(group, s, tile, i, a, b);
+#pragma unroll
+                        for (int j = 0; j < 2; j++)
+                            mma_half<Compute>(o[2 * i + j], transpose_8x8(a[2 * j]), transpose_8x8(a[2 * j + 1]),
+                                              transpose_8x8(b[2 * j]), transpose_8x8(b[2 * j + 1]), p[tile][0], p[tile][1]);
+                    }
+                    values.next(group, s, tile);
+                }
+                // A column of the transposed words, g, is the dim of lane t = g / 2, half g % 2.
+                if (2 * t < COLUMNS) {
+                    float* at = out + 2 * t * out_stride + (group + s) * Stream::kStepDims + g / 2 * Format::kLaneDims;
+#pragma unroll
+                    for (int i = 0; i < kEights; i++)
+#pragma unroll
+                        for (int j = 0; j < 4; j++) {
+                            float* to = at + 8 * i + Format::pair_dim(j, g % 2);
+#pragma unroll
+                            for (int c = 0; c < 2; c++) {
+                                const float sum = o[2 * i + j / 2][2 * (j % 2) + c] * ProbabilityBias<Compute>::kDown;
+                                to[c * out_stride] = more ? fmaf(to[c * out_stride], kept[c], sum) : sum;
+                            }
+                        }
+                }
+            }
+    }
+
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) l[i] += __shfl_xor_sync(0xffffffffu, l[i], step);
+    if (g == 0 && 2 * t < COLUMNS)
+#pragma unroll
+        for (int i = 0; i < 2; i++) ml[2 * (2 * t + i)] = m[i], ml[2 * (2 * t + i) + 1] = l[i];
+    if (warp >= num_tiles)
+        for (int i = lane; i < COLUMNS * D; i += 32) out[i / D * out_stride + i % D] = 0.0f;
+}
 
 } // namespace tailpack
