@@ -1,7 +1,11 @@
-"""Host memory as a file descriptor: memfd arenas of equal pages or tail slots, made by the store, mapped by workers.
+"""Memory as file descriptors: arenas of equal pages or tail slots, held by the store, mapped by workers.
 
-Memory is checked before it is asked for, and allocated for good before anyone maps it (a memfd page that cannot be had
-later would be a SIGBUS in the middle of a step). Size seals make sure that no holder can shrink it under the others.
+Host memory is a memfd that the store makes. It is checked before it is asked for, and allocated for good before anyone
+maps it (a memfd page that cannot be had later would be a SIGBUS in the middle of a step). Size seals make sure that no
+holder can shrink it under the others.
+
+Device memory is made by a worker, in chunks, at the store's request. The store only holds the descriptors: that keeps
+the memory and its contents alive, and it needs no GPU library to do so.
 """
 
 from __future__ import annotations
@@ -10,21 +14,23 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import structlog
 
 from kvstore.geometry import CacheGeometry
 from kvstore.memory_limit import check_memory
-from protos.errors import CapacityError, ConfigError
+from protos.errors import CapacityError, ConfigError, PreconditionFailed
 from protos.page_hash import PAGE_TOKENS
 
 log = structlog.get_logger("kvstore.arena")
 
 PREFAULT_CHUNK_BYTES = 8 << 20
 PROGRESS_BYTES = 1 << 30  # arenas from this size on log their progress
+CHUNK_BYTES = 1 << 30  # of device memory
+MAX_CHUNKS = 252  # of one device: with the control block, what one message carries (SCM_MAX_FD is 253)
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -53,11 +59,87 @@ def pages_per_group(geometry: CacheGeometry, arena_bytes: int, num_tail_slots: i
 
 
 @dataclass(frozen=True)
-class Memory:
-    """An owned memfd of fixed size. Its bytes live until every descriptor and mapping of it is gone."""
+class ArenaPlan:
+    """An arena that a device needs. ``kind``: "arena" (of pages) or "tails" (of tail slots)."""
 
-    fd: int
+    kind: str
+    group: str
+    num_pages: int
+    page_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+
+def planned_arenas(geometry: CacheGeometry, arena_bytes: int, num_tail_slots: int = 0) -> list[ArenaPlan]:
+    """The arenas of all groups, pages first. Raises ConfigError (ARENA_TOO_SMALL)."""
+    counts = pages_per_group(geometry, arena_bytes, num_tail_slots)
+    pages = [ArenaPlan("arena", g.name, counts[g.name], g.page_bytes) for g in geometry.groups if counts[g.name]]
+    tails = [
+        ArenaPlan("tails", g.name, num_tail_slots, geometry.tail_slot_bytes(g))
+        for g in geometry.groups
+        if g.has_tail and num_tail_slots
+    ]
+    return pages + tails
+
+
+def chunk_sizes(arenas: Sequence[ArenaPlan], granularity: int) -> list[tuple[int, ...]]:
+    """How device memory for these arenas is cut: sizes in bytes of each arena's chunks, in order.
+
+    Chunks are multiples of ``granularity``. All but an arena's last are CHUNK_BYTES, or larger where there would be
+    more than MAX_CHUNKS in all; the last is as small as the arena lets it be.
+
+    Raises:
+        ConfigError: TOO_MANY_ARENAS, each needs a chunk of its own.
+    """
+    if len(arenas) > MAX_CHUNKS:
+        raise ConfigError(
+            "the layer groups need more arenas than descriptors can be handed over at once",
+            reason="TOO_MANY_ARENAS",
+            given=len(arenas),
+            allowed=f"up to {MAX_CHUNKS}",
+        )
+    chunk = -(-CHUNK_BYTES // granularity) * granularity
+    while sum(-(-arena.num_bytes // chunk) for arena in arenas) > MAX_CHUNKS:
+        chunk *= 2
+    sizes = []
+    for arena in arenas:
+        num_bytes = -(-arena.num_bytes // granularity) * granularity
+        whole, rest = divmod(num_bytes, chunk)
+        sizes.append((chunk,) * whole + ((rest,) if rest else ()))
+    return sizes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Owned memory of fixed size. Its bytes live until every descriptor and mapping of it is gone.
+
+    Attributes:
+        fds: host memory: one memfd. Device memory: one a chunk, to be mapped side by side.
+        num_bytes: what is used of it, from its start.
+        chunk_bytes: sizes of the chunks of device memory; empty for host memory.
+    """
+
+    fds: tuple[int, ...]
     num_bytes: int
+    chunk_bytes: tuple[int, ...] = ()
+
+    @property
+    def readable(self) -> bool:
+        """Whether this process can map and read it."""
+        return not self.chunk_bytes
+
+    @property
+    def fd(self) -> int:
+        """The one descriptor of host memory."""
+        (fd,) = self.fds
+        return fd
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What it takes: of device memory, whole chunks."""
+        return sum(self.chunk_bytes) or self.num_bytes
 
     @staticmethod
     def allocate(name: str, num_bytes: int, *, on_progress: Callable[[int], None] | None = None) -> Memory:
@@ -80,14 +162,23 @@ class Memory:
                 given=f"{num_bytes} bytes",
                 hint="make the arenas smaller or free memory on this machine",
             ) from failure
-        return Memory(fd, num_bytes)
+        return Memory((fd,), num_bytes)
 
-    def map(self) -> mmap.mmap:
-        """A shared, writable mapping; it holds a descriptor of its own."""
-        return mmap.mmap(self.fd, self.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    def map(self, *, populate: bool = False) -> mmap.mmap:
+        """A shared, writable mapping of host memory; it holds a descriptor of its own.
+
+        ``populate``: with all pages present, so that none has to be faulted in at its first use.
+        """
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        return mmap.mmap(self.fd, self.num_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def close(self) -> None:
-        os.close(self.fd)
+        close_all(self.fds)
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _touch(fd: int, num_bytes: int, on_progress: Callable[[int], None] | None) -> None:
@@ -105,7 +196,7 @@ def _touch(fd: int, num_bytes: int, on_progress: Callable[[int], None] | None) -
 
 @dataclass(frozen=True)
 class StoreArena:
-    """The store's side of one group's arena: ``num_pages`` pages (or tail slots) of ``page_bytes`` in one memfd."""
+    """The store's side of one group's arena: ``num_pages`` pages (or tail slots) of ``page_bytes`` side by side."""
 
     group: str
     num_pages: int
@@ -120,6 +211,10 @@ class Arenas:
     pages: dict[str, StoreArena]
     tails: dict[str, StoreArena]
 
+    def add(self, plan: ArenaPlan, memory: Memory) -> None:
+        arenas = self.pages if plan.kind == "arena" else self.tails
+        arenas[plan.group] = StoreArena(plan.group, plan.num_pages, plan.page_bytes, memory)
+
     def close(self) -> None:
         for arena in (*self.pages.values(), *self.tails.values()):
             arena.memory.close()
@@ -132,26 +227,29 @@ def allocate_arenas(geometry: CacheGeometry, arena_bytes: int, *, device: str, n
         ConfigError: ARENA_TOO_SMALL. CapacityError: NOT_ENOUGH_MEMORY, before anything is allocated where that can be
         known.
     """
-    counts = pages_per_group(geometry, arena_bytes, num_tail_slots)
+    plans = planned_arenas(geometry, arena_bytes, num_tail_slots)
     made = Arenas({}, {})
-    wanted = [(made.pages, g.name, counts[g.name], g.page_bytes) for g in geometry.groups if counts[g.name]]
-    wanted += [
-        (made.tails, g.name, num_tail_slots, geometry.tail_slot_bytes(g))
-        for g in geometry.groups
-        if g.has_tail and num_tail_slots
-    ]
-    total = sum(count * size for *_, count, size in wanted)
+    total = sum(plan.num_bytes for plan in plans)
     check_memory(total, what=f"the arenas of {device}")
     progress = _Progress(device, total)
     try:
-        for arenas, name, count, size in wanted:
-            what = "pages" if arenas is made.pages else "tails"
-            memory = Memory.allocate(f"{device}-{name}-{what}", count * size, on_progress=progress.within)
-            progress.done += count * size
-            arenas[name] = StoreArena(name, count, size, memory)
+        for plan in plans:
+            what = "pages" if plan.kind == "arena" else "tails"
+            memory = Memory.allocate(f"{device}-{plan.group}-{what}", plan.num_bytes, on_progress=progress.within)
+            progress.done += plan.num_bytes
+            made.add(plan, memory)
     except BaseException:
         made.close()
         raise
+    return made
+
+
+def device_arenas(plans: Sequence[ArenaPlan], sizes: Sequence[tuple[int, ...]], fds: Sequence[int]) -> Arenas:
+    """Arenas of device memory that a worker made: ``fds`` of all chunks in order, which the arenas own from here on."""
+    made, rest = Arenas({}, {}), list(fds)
+    for plan, chunk_bytes in zip(plans, sizes, strict=True):
+        chunks, rest = rest[: len(chunk_bytes)], rest[len(chunk_bytes) :]
+        made.add(plan, Memory(tuple(chunks), plan.num_bytes, chunk_bytes))
     return made
 
 
@@ -176,18 +274,39 @@ class _Progress:
 
 
 class Arena:
-    """A worker's side: the mapped pages of one group, or its tail slots.
+    """A worker's side: the pages of one group, or its tail slots.
 
-    ``buffer`` is writable and num_pages * page_bytes long; it stays valid until ``close``. Views that others took of
-    it (a torch tensor) keep the mapping alive after that, but an attachment that ended must not write through them.
+    Host memory comes mapped: ``buffer`` is writable and num_pages * page_bytes long; it stays valid until ``close``.
+    Views that others took of it (a torch tensor) keep the mapping alive after that, but an attachment that ended must
+    not write through them.
+
+    The memory of a GPU, ``device``, comes as ``chunks``, to be mapped by a library that this package does not know.
+    The descriptors stay this arena's.
     """
 
-    def __init__(self, group: str, num_pages: int, page_bytes: int, mapping: mmap.mmap) -> None:
+    def __init__(
+        self, group: str, num_pages: int, page_bytes: int, memory: mmap.mmap | Memory, device: str = ""
+    ) -> None:
         self.group = group
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        self._mapping = mapping
-        self.buffer = memoryview(mapping)
+        self.device = device
+        self.chunks = memory if isinstance(memory, Memory) else None
+        self._mapping = None if isinstance(memory, Memory) else memory
+        self._buffer = None if self._mapping is None else memoryview(self._mapping)
+
+    @property
+    def buffer(self) -> memoryview:
+        """Raises PreconditionFailed (DEVICE_MEMORY): the host cannot read it."""
+        if self._buffer is None:
+            raise PreconditionFailed(
+                f"the arena of layer group {self.group!r} is device memory",
+                reason="DEVICE_MEMORY",
+                given=f"{self.num_pages} pages in chunks",
+                allowed="host memory",
+                hint="map its chunks (worker.device_memory)",
+            )
+        return self._buffer
 
     def page(self, page: int) -> memoryview:
         """The bytes of one page."""
@@ -196,9 +315,14 @@ class Arena:
         return self.buffer[page * self.page_bytes : (page + 1) * self.page_bytes]
 
     def close(self) -> None:
-        """Unmaps where nobody else holds a view; else the last view's end does."""
+        """Unmaps where nobody else holds a view; else the last view's end does. Harmless the second time."""
+        if self.chunks is not None:
+            close_all(self.chunks.fds)
+            self.chunks = replace(self.chunks, fds=())
+        if self._buffer is None or self._mapping is None:
+            return
         try:
-            self.buffer.release()
+            self._buffer.release()
             self._mapping.close()
         except BufferError:
             pass  # the owner of the view decides when the memory goes

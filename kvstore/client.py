@@ -10,15 +10,16 @@ once they are there.
 
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -36,14 +37,15 @@ from kvstore.answers import (
     TailCopy,
     Truncated,
 )
-from kvstore.arena import Arena
+from kvstore.arena import Arena, Memory, close_all
 from kvstore.checksum import page_checksum
 from kvstore.control import ControlBlock, ControlShape
-from kvstore.fd_server import fetch
+from kvstore.fd_server import deliver, fetch, num_descriptors
 from kvstore.geometry import CacheGeometry
 from kvstore.retention import pages_for, sealed_base
 from protos import kvstore_pb2, kvstore_pb2_grpc, rpc
 from protos.errors import (
+    ConfigError,
     DeadlineExceeded,
     KvStoreLost,
     PreconditionFailed,
@@ -57,6 +59,7 @@ __all__ = [
     "Arena",
     "Attachment",
     "ControlBlock",
+    "DeviceMemory",
     "Forked",
     "NewPage",
     "OpenRequest",
@@ -79,6 +82,21 @@ CALL_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
 SLOWEST_PREFAULT = 64 << 20
 """Bytes a second. A virtual machine that gets its memory page by page was seen to do 125 MB/s."""
+
+
+class DeviceMemory(Protocol):
+    """What a worker on a GPU brings along: neither the store nor this module can make a GPU's memory."""
+
+    @property
+    def granularity(self) -> int:
+        """Sizes of chunks are multiples of it; a power of two, in bytes."""
+
+    def create(self, chunk_bytes: Sequence[int]) -> list[int]:
+        """Zeroed chunks of these sizes, as descriptors that alone keep them alive; all or none.
+
+        Raises:
+            CapacityError: NOT_ENOUGH_MEMORY.
+        """
 
 
 @dataclass(frozen=True)
@@ -112,23 +130,26 @@ def attach(
     max_sequence_tokens: int,
     weights_digest: bytes,
     checkpoint_slots: int = 0,
+    device_memory: DeviceMemory | None = None,
     timeout_s: float = 30.0,
     on_lost: Callable[[str], None] | None = None,
 ) -> Attachment:
-    """Takes hold of a device's arenas and maps them.
+    """Takes hold of a device's arenas and maps those in host memory; a GPU's are the caller's to map.
 
     Args:
         socket: the store's gRPC socket.
+        device: "cpu:0", or "cuda:GPU-<uuid>".
         arena_bytes: for pages and tails together.
         checkpoint_slots: tails kept beside those of the sequences, for exact resumes.
-        timeout_s: for the store to answer, besides the time to touch new arenas and their control block
+        device_memory: of a "cuda:" device, and of no other.
+        timeout_s: for the store to answer, besides the time to touch new host arenas and their control block
             (SLOWEST_PREFAULT bytes a second).
         on_lost: called once, from a thread of its own, when the attachment ends other than by ``close``.
 
     Raises:
         Unavailable: KVSTORE_NOT_THERE. DeadlineExceeded: no answer in time.
-        PreconditionFailed: DEVICE_BUSY, GEOMETRY_MISMATCH. CapacityError: NOT_ENOUGH_MEMORY. ConfigError:
-        ARENA_TOO_SMALL.
+        PreconditionFailed: DEVICE_BUSY, GEOMETRY_MISMATCH. CapacityError: NOT_ENOUGH_MEMORY, of the host or of the GPU.
+        ConfigError: ARENA_TOO_SMALL.
     """
     asked = kvstore_pb2.AttachOpen(
         worker_id=worker_id,
@@ -141,15 +162,18 @@ def attach(
         max_sequence_tokens=max_sequence_tokens,
         weights_digest=weights_digest,
         checkpoint_slots=checkpoint_slots,
+        memory_granularity=device_memory.granularity if device_memory else 0,
     )
     # The store touches the control block too. How many pages it describes is the store's to say; not more than these.
     most_pages = tuple(arena_bytes // group.page_bytes for group in geometry.groups if group.page_bytes)
     control_bytes = ControlShape(most_pages, max_sequences, max_sequence_tokens).num_bytes
-    session = _Session(socket, asked, timeout_s + (arena_bytes + control_bytes) / SLOWEST_PREFAULT, on_lost)
+    touched_bytes = control_bytes + (0 if device_memory else arena_bytes)
+    session = _Session(socket, asked, timeout_s + touched_bytes / SLOWEST_PREFAULT, on_lost)
+    session.attach(device_memory)
     try:
         if session.attached.geometry_digest != geometry.digest():
             raise _mismatch(session.attached.geometry_digest.hex(), geometry.summary())
-        arenas, tails, control = _map(session.attached, geometry, timeout_s)
+        arenas, tails, control = _map(session.attached, geometry, device, timeout_s)
     except BaseException:
         session.close()
         raise
@@ -218,7 +242,7 @@ class Attachment:
         self.store_incarnation: str = session.attached.store_incarnation
         self.geometry = geometry
         self.arenas = MappingProxyType(dict(arenas))
-        """By group, of the groups that have pages."""
+        """By group, of the groups that have pages. In host memory or, on a GPU, chunks to map."""
         self.tails = MappingProxyType(dict(tails))
         """By group, of the groups that have a tail; a page of these arenas is a tail slot."""
         self.control = control
@@ -414,6 +438,9 @@ class _Session:
     ) -> None:
         self.lost: str | None = None
         self.device = asked.device
+        self.attached = kvstore_pb2.Attached()  # what the store answered; filled by ``attach``
+        self._socket = socket
+        self._timeout_s = timeout_s
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._channel = rpc.sync_channel(f"unix:{socket}")
@@ -421,19 +448,46 @@ class _Session:
         self._outgoing: queue.SimpleQueue[kvstore_pb2.AttachRequest | None] = queue.SimpleQueue()
         self._outgoing.put(kvstore_pb2.AttachRequest(open=asked))
         self._stream: Any = self.stub.Attach(iter(self._outgoing.get, None))
-        first: queue.SimpleQueue[kvstore_pb2.Attached | TailpackError] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, args=(first,), name="kvstore-attachment", daemon=True)
+        self._answers: queue.SimpleQueue[kvstore_pb2.Attached | kvstore_pb2.CreateMemory | TailpackError]
+        self._answers = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name="kvstore-attachment", daemon=True)
         self._reader.start()
+
+    def attach(self, device_memory: DeviceMemory | None) -> None:
+        """Waits until the store has attached us, and makes a GPU's memory where it asks for that.
+
+        Raises what the store answered, or what kept the memory from being made; the session is over then.
+        """
         try:
-            answer = first.get(timeout=timeout_s)
-        except queue.Empty:
-            answer = DeadlineExceeded("the kvstore did not answer the attach in time", given=f"{timeout_s:.1f} s")
-        if isinstance(answer, TailpackError):
+            self.attached = self._attached(device_memory)
+        except BaseException:
             self._end("never attached", tell=False)
             self._stream.cancel()
             self._channel.close()
-            raise _not_there(socket, answer)
-        self.attached = answer
+            raise
+
+    def _attached(self, device_memory: DeviceMemory | None) -> kvstore_pb2.Attached:
+        answer = self._answer()
+        if isinstance(answer, kvstore_pb2.CreateMemory):
+            if device_memory is None:
+                raise ConfigError(f"the store asks for device memory of {self.device}", given="none is at hand")
+            fds = device_memory.create([size for arena in answer.arenas for size in arena.chunk_bytes])
+            try:
+                deliver(Path(answer.fd_socket), answer.fd_ticket, fds, timeout_s=self._timeout_s)
+            finally:
+                close_all(fds)
+            answer = self._answer()
+        assert isinstance(answer, kvstore_pb2.Attached)
+        return answer
+
+    def _answer(self) -> kvstore_pb2.Attached | kvstore_pb2.CreateMemory:
+        try:
+            answer = self._answers.get(timeout=self._timeout_s)
+        except queue.Empty:
+            answer = DeadlineExceeded("the kvstore did not answer the attach in time", given=f"{self._timeout_s:.1f} s")
+        if isinstance(answer, TailpackError):
+            raise _not_there(self._socket, answer)
+        return answer
 
     def demand_alive(self) -> None:
         """Raises KvStoreLost when the attachment is over."""
@@ -471,21 +525,23 @@ class _Session:
             self._reader.join(CLOSE_TIMEOUT_S)
         self._channel.close()
 
-    def _read(self, first: queue.SimpleQueue[kvstore_pb2.Attached | TailpackError]) -> None:
+    def _read(self) -> None:
         why = "the store ended the attachment"
         try:
             for message in self._stream:
                 kind = message.WhichOneof("message")
                 if kind == "attached":
-                    first.put(message.attached)
+                    self._answers.put(message.attached)
+                elif kind == "create":
+                    self._answers.put(message.create)
                 elif kind == "revoked":
                     why = message.revoked.why
         except grpc.RpcError as failure:
             error = rpc.error_from(failure)
-            first.put(error)
+            self._answers.put(error)
             why = f"connection to the store lost: {error.message}"
         else:
-            first.put(Unavailable(why))
+            self._answers.put(Unavailable(why))
         self._end(why, tell=True)
 
     def _end(self, why: str, *, tell: bool) -> None:
@@ -500,42 +556,51 @@ class _Session:
 
 
 def _map(
-    attached: kvstore_pb2.Attached, geometry: CacheGeometry, timeout_s: float
+    attached: kvstore_pb2.Attached, geometry: CacheGeometry, device: str, timeout_s: float
 ) -> tuple[dict[str, Arena], dict[str, Arena], ControlBlock]:
-    """Fetches and maps page arenas, tail arenas and the control block; the descriptors are closed again (mappings hold
-    their own).
+    """Fetches page arenas, tail arenas and the control block, and maps those in host memory. Their descriptors are
+    closed again (mappings hold their own); those of device memory are the arenas' from here on.
     """
     manifest, fds = fetch(Path(attached.fd_socket), attached.fd_ticket, timeout_s=timeout_s)
     arenas: dict[str, Arena] = {}
     tails: dict[str, Arena] = {}
     control: ControlBlock | None = None
-    try:
-        for entry, fd in zip(manifest.entries, fds, strict=True):
-            if os.fstat(fd).st_size != entry.num_bytes:
-                raise _mismatch(f"{os.fstat(fd).st_size} bytes behind {entry.kind} {entry.group}", f"{entry.num_bytes}")
+    with ExitStack() as on_error:
+        rest = iter(fds)
+        memories = [
+            Memory(tuple(islice(rest, num_descriptors(entry))), entry.num_bytes, tuple(entry.chunk_bytes))
+            for entry in manifest.entries
+        ]
+        for memory in memories:
+            on_error.callback(memory.close)
+        for entry, memory in zip(manifest.entries, memories, strict=True):
+            if memory.readable and os.fstat(memory.fd).st_size != entry.num_bytes:
+                size = os.fstat(memory.fd).st_size
+                raise _mismatch(f"{size} bytes behind {entry.kind} {entry.group}", f"{entry.num_bytes}")
             if entry.kind == "control":
-                control = ControlBlock(mmap.mmap(fd, entry.num_bytes))
+                control = ControlBlock(memory.map())
                 continue
             group = geometry.group(entry.group)
             expected = group.page_bytes if entry.kind == "arena" else geometry.tail_slot_bytes(group)
             if entry.page_bytes != expected or entry.num_pages * expected != entry.num_bytes:
                 raise _mismatch(f"{entry.page_bytes} bytes a page in {entry.kind} {entry.group}", f"{expected}")
             # Populated: the first step that reaches a page must not pay for its fault.
-            mapping = mmap.mmap(fd, entry.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            (arenas if entry.kind == "arena" else tails)[entry.group] = Arena(
-                entry.group, entry.num_pages, expected, mapping
+            mapped = memory.map(populate=True) if memory.readable else memory
+            by_group = arenas if entry.kind == "arena" else tails
+            by_group[entry.group] = Arena(entry.group, entry.num_pages, expected, mapped, device)
+        paged = {group.name for group in geometry.groups if group.has_pages}
+        tailed = {group.name for group in geometry.groups if group.has_tail}
+        if control is None or set(arenas) != paged or set(tails) != tailed:
+            raise _mismatch(
+                f"arenas {sorted(arenas)}, tails {sorted(tails)}, control block {control is not None}",
+                geometry.summary(),
             )
-    finally:
-        for fd in fds:
-            os.close(fd)
-    paged = {group.name for group in geometry.groups if group.has_pages}
-    tailed = {group.name for group in geometry.groups if group.has_tail}
-    if control is None or set(arenas) != paged or set(tails) != tailed:
-        raise _mismatch(
-            f"arenas {sorted(arenas)}, tails {sorted(tails)}, control block {control is not None}", geometry.summary()
-        )
-    if control.geometry_digest != geometry.digest():
-        raise _mismatch(f"{control.geometry_digest.hex()} in the control block", geometry.summary())
+        if control.geometry_digest != geometry.digest():
+            raise _mismatch(f"{control.geometry_digest.hex()} in the control block", geometry.summary())
+        on_error.pop_all()
+    for memory in memories:
+        if memory.readable:
+            memory.close()
     return arenas, tails, control
 
 

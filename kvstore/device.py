@@ -9,8 +9,19 @@ from functools import partial
 
 import structlog
 
+from kvstore import messages
 from kvstore.answers import Admitted, Forked, NewPage, Refused, SealResult, TailCopy, Truncated
-from kvstore.arena import Arenas, Memory, allocate_arenas, pages_per_group
+from kvstore.arena import (
+    ArenaPlan,
+    Arenas,
+    Memory,
+    allocate_arenas,
+    chunk_sizes,
+    close_all,
+    device_arenas,
+    pages_per_group,
+    planned_arenas,
+)
 from kvstore.control import MAX_FROZEN_BYTES, MAX_ID_BYTES, ControlBlock, ControlShape, check_fits
 from kvstore.device_stats import device_stats
 from kvstore.events import EventLog
@@ -29,6 +40,8 @@ MAX_SEQUENCE_TOKENS = 1 << 24
 MAX_CHECKPOINT_SLOTS = 1 << 16
 MAX_WEIGHTS_DIGEST_BYTES = 64
 EVENTS_KEPT = 1 << 16
+GPU = "cuda:"  # how the names of devices begin whose memory is a GPU's
+GRANULARITIES = (4096, 1 << 30)  # of device memory; powers of two
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,8 @@ class DeviceSpec:
     """What an attachment asks for. Memory is kept for the next attachment when its spec is equal.
 
     ``arena_bytes`` covers pages and tails; ``checkpoint_slots`` are tails kept beside those of the sequences.
+    ``memory_granularity``: of a GPU's memory, which comes in chunks that are multiples of it (so an arena can take up
+    to that much more than its pages); 0: host memory.
     """
 
     device: str
@@ -45,6 +60,7 @@ class DeviceSpec:
     max_sequence_tokens: int
     weights_digest: bytes
     checkpoint_slots: int = 0
+    memory_granularity: int = 0
 
     def __post_init__(self) -> None:
         check_fits("device", self.device.encode(), MAX_ID_BYTES)
@@ -58,6 +74,27 @@ class DeviceSpec:
                 raise ConfigError(f"{name} is out of range", given=value, allowed=f"{least} to {limit}")
         if not self.device:
             raise ConfigError("an attachment names its device", given="''", allowed='for example "cpu:0"')
+        if self.device.startswith(GPU) != self.on_gpu:
+            raise ConfigError(
+                f"memory_granularity does not go with device {self.device}",
+                given=self.memory_granularity,
+                allowed=f"more than 0 for {GPU}..., 0 for any other",
+            )
+        least_granularity, most_granularity = GRANULARITIES
+        granularity = self.memory_granularity
+        if self.on_gpu and (
+            not least_granularity <= granularity <= most_granularity or granularity & (granularity - 1)
+        ):
+            raise ConfigError(
+                "memory_granularity is out of range",
+                given=granularity,
+                allowed=f"a power of two, {least_granularity} to {most_granularity}",
+            )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the arenas are device memory, which a worker has to make."""
+        return self.memory_granularity > 0
 
     @property
     def num_tail_slots(self) -> int:
@@ -77,12 +114,26 @@ class DeviceSpec:
             tuple(counts[group.name] for group in self.geometry.groups), self.max_sequences, self.max_sequence_tokens
         )
 
+    def plan(self) -> tuple[list[ArenaPlan], list[tuple[int, ...]]]:
+        """The arenas, and the sizes of each one's chunks (none in host memory).
+
+        Raises ConfigError when the arenas have no room for tails and a page of each group.
+        """
+        arenas = planned_arenas(self.geometry, self.arena_bytes, self.num_tail_slots)
+        if not self.on_gpu:
+            return arenas, [()] * len(arenas)
+        return arenas, chunk_sizes(arenas, self.memory_granularity)
+
     @property
-    def num_bytes(self) -> int:
-        """Memory the device takes: arenas and control block."""
-        counts = self.num_pages
-        pages = sum(counts[group.name] * group.page_bytes for group in self.geometry.groups)
-        return pages + self.num_tail_slots * self.geometry.tail_bytes + self.control_shape.num_bytes
+    def host_bytes(self) -> int:
+        """Host memory that the device takes: control block, and arenas that are not a GPU's."""
+        arenas, _ = self.plan()
+        return self.control_shape.num_bytes + (0 if self.on_gpu else sum(arena.num_bytes for arena in arenas))
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that it takes."""
+        return sum(map(sum, self.plan()[1]))
 
 
 @dataclass(frozen=True)
@@ -127,10 +178,21 @@ class Device:
         self._has_sealed = False
 
     @staticmethod
-    def allocate(spec: DeviceSpec) -> Device:
-        """Raises ConfigError (ARENA_TOO_SMALL) or CapacityError (NOT_ENOUGH_MEMORY); then nothing is left behind."""
-        check_memory(spec.num_bytes, what=f"the arenas and control block of {spec.device}")
-        control_memory = Memory.allocate(f"{spec.device}-control", spec.control_shape.num_bytes)
+    def allocate(spec: DeviceSpec, fds: Sequence[int] = ()) -> Device:
+        """Raises ConfigError (ARENA_TOO_SMALL) or CapacityError (NOT_ENOUGH_MEMORY); then nothing is left behind.
+
+        Args:
+            fds: of the chunks of a GPU's memory, all arenas' in the order of ``spec.plan()``. They are the device's
+                from here on.
+        """
+        try:
+            check_memory(spec.host_bytes, what=f"the arenas and control block of {spec.device}")
+            control_memory = Memory.allocate(f"{spec.device}-control", spec.control_shape.num_bytes)
+        except BaseException:
+            close_all(fds)
+            raise
+        if spec.on_gpu:
+            return Device(spec, device_arenas(*spec.plan(), fds), control_memory)
         try:
             arenas = allocate_arenas(
                 spec.geometry, spec.arena_bytes, device=spec.device, num_tail_slots=spec.num_tail_slots
@@ -143,20 +205,10 @@ class Device:
     def manifest(self) -> tuple[kvstore_pb2.FdManifest, list[int]]:
         """What a worker maps, and the descriptors in the same order. The device keeps owning them."""
         control = kvstore_pb2.FdEntry(kind="control", num_bytes=self.control_memory.num_bytes)
-        entries, fds = [control], [self.control_memory.fd]
-        for kind, arenas in (("arena", self.arenas.pages), ("tails", self.arenas.tails)):
-            for arena in arenas.values():
-                entries.append(
-                    kvstore_pb2.FdEntry(
-                        kind=kind,
-                        group=arena.group,
-                        num_bytes=arena.memory.num_bytes,
-                        num_pages=arena.num_pages,
-                        page_bytes=arena.page_bytes,
-                    )
-                )
-                fds.append(arena.memory.fd)
-        return kvstore_pb2.FdManifest(entries=entries), fds
+        arenas, sizes = self.spec.plan()
+        held = [*self.arenas.pages.values(), *self.arenas.tails.values()]
+        fds = [fd for memory in (self.control_memory, *(arena.memory for arena in held)) for fd in memory.fds]
+        return kvstore_pb2.FdManifest(entries=[control, *messages.arena_entries(arenas, sizes)]), fds
 
     # --- the calls of the attachment ---
 
@@ -313,6 +365,7 @@ class Device:
         stats.device = self.spec.device
         stats.epoch = self.control.epoch
         stats.control_bytes = self.control_memory.num_bytes
+        stats.memory = "device" if self.spec.on_gpu else "host"
         return stats
 
     def close(self) -> None:

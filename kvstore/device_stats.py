@@ -36,7 +36,7 @@ def device_stats(table: SequenceTable, arenas: Arenas) -> kvstore_pb2.DeviceStat
             message.tail_slots_total = tails.num_pages
             message.tail_slots_used = len(table) + len(table.checkpoints)
         made = [arena for arena in (arenas.pages.get(group.name), arenas.tails.get(group.name)) if arena]
-        message.arena_bytes = sum(arena.memory.num_bytes for arena in made)
+        message.arena_bytes = sum(arena.memory.allocated_bytes for arena in made)
         groups.append(message)
     return kvstore_pb2.DeviceStats(
         geometry_digest=geometry.digest(),

@@ -1,8 +1,10 @@
-"""Hands file descriptors to workers over a plain unix socket, against a ticket that is good for one connection.
+"""Hands file descriptors to workers, and takes some in, over a plain unix socket. A ticket is good for one connection.
 
-A connection: the worker sends its 16-byte ticket, the server answers with a length-prefixed (u32, little-endian)
-FdManifest whose first bytes carry the descriptors (SCM_RIGHTS), then closes. A wrong or used ticket, or a process of
-another user, gets a close without an answer.
+A connection: the worker sends its 16-byte ticket. With a ticket to fetch, the server answers with a length-prefixed
+(u32, little-endian) FdManifest whose first bytes carry the descriptors (SCM_RIGHTS), then closes. With a ticket to
+deliver, the worker then sends the number of descriptors (u32, little-endian), which carries them; the server answers
+with one byte, KEPT, once it has them, and closes. A wrong or used ticket, a process of another user, or another number
+of descriptors than expected gets a close without an answer.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 from google.protobuf.message import DecodeError
 
+from kvstore.arena import close_all
 from protos import kvstore_pb2
 from protos.errors import PermissionDenied, Unavailable
 
@@ -29,6 +33,7 @@ TICKET_BYTES = 16
 TICKET_TIMEOUT_S = 5.0
 MAX_FDS = 253  # the kernel's SCM_MAX_FD
 MAX_MANIFEST_BYTES = 1 << 20
+KEPT = b"K"
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 _LENGTH = struct.Struct("<I")
 
@@ -40,12 +45,42 @@ class _Parcel:
     on_taken: Callable[[int], None]
 
 
+class Delivery:
+    """Descriptors that a worker is to bring; a context manager that closes those that nobody took.
+
+    Used on one event loop.
+    """
+
+    def __init__(self, num_fds: int) -> None:
+        self.num_fds = num_fds
+        self.arrived = asyncio.Event()
+        self._fds: list[int] = []
+        self._closed = False
+
+    def bring(self, fds: list[int]) -> bool:
+        """False: not what is expected, or too late; the descriptors stay the caller's."""
+        if self._closed or self.arrived.is_set() or len(fds) != self.num_fds:
+            return False
+        self._fds = fds
+        self.arrived.set()
+        return True
+
+    def take(self) -> list[int]:
+        """The descriptors, once they have arrived; they are the caller's from here on."""
+        fds, self._fds = self._fds, []
+        return fds
+
+    def close(self) -> None:
+        self._closed = True
+        close_all(self.take())
+
+
 class FdServer:
     """Listens from ``start`` to ``stop``, on the running event loop."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._parcels: dict[bytes, _Parcel] = {}
+        self._parcels: dict[bytes, _Parcel | Delivery] = {}
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
@@ -58,6 +93,17 @@ class FdServer:
         ticket = secrets.token_bytes(TICKET_BYTES)
         self._parcels[ticket] = _Parcel(manifest, fds, on_taken)
         return ticket
+
+    @contextmanager
+    def expect(self, num_fds: int) -> Iterator[tuple[bytes, Delivery]]:
+        """A ticket to deliver so many descriptors, void at the end of the block; what nobody took is closed then."""
+        ticket, delivery = secrets.token_bytes(TICKET_BYTES), Delivery(num_fds)
+        self._parcels[ticket] = delivery
+        try:
+            yield ticket, delivery
+        finally:
+            self.withdraw(ticket)
+            delivery.close()
 
     def withdraw(self, ticket: bytes) -> None:
         """The ticket is void from now on, if it was not used."""
@@ -105,6 +151,9 @@ class FdServer:
             if parcel is None:
                 log.warning("descriptors refused: ticket is unknown or was used", pid=pid)
                 return
+            if isinstance(parcel, Delivery):
+                await _take_in(connection, parcel, pid)
+                return
             text = parcel.manifest.SerializeToString()
             try:
                 # A fresh socket's buffer holds far more than a manifest, so this does not block.
@@ -123,6 +172,58 @@ async def _receive_ticket(connection: socket.socket) -> bytes:
             raise ConnectionError("the connection ended inside the ticket")
         received += part
     return received
+
+
+async def _take_in(connection: socket.socket, delivery: Delivery, pid: int) -> None:
+    try:
+        await asyncio.wait_for(_readable(connection), TICKET_TIMEOUT_S)
+        data, fds = _receive_fds(connection)
+    except (TimeoutError, OSError) as failure:
+        log.warning("descriptors refused: none came", pid=pid, error=str(failure))
+        return
+    if data != _LENGTH.pack(len(fds)) or not delivery.bring(fds):
+        close_all(fds)
+        log.warning("descriptors refused: not what is expected", pid=pid, given=len(fds), expected=delivery.num_fds)
+        return
+    with suppress(OSError):  # the worker is gone; the descriptors are here all the same
+        connection.send(KEPT)
+
+
+async def _readable(connection: socket.socket) -> None:
+    """Waits. asyncio's own receiving functions drop what comes beside the bytes."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection.fileno(), ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(connection.fileno())
+
+
+def deliver(path: Path, ticket: bytes, fds: Sequence[int], *, timeout_s: float) -> None:
+    """The worker's side: hands descriptors to the store, which has its own copies when this returns.
+
+    Raises:
+        PermissionDenied: TICKET_REFUSED. Unavailable: the socket is not there, or went silent.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(str(path))
+            connection.sendall(ticket)
+            try:
+                socket.send_fds(connection, [_LENGTH.pack(len(fds))], list(fds))
+                answer = connection.recv(len(KEPT))
+            except (BrokenPipeError, ConnectionResetError):  # closed before it read all
+                answer = b""
+    except OSError as failure:
+        raise Unavailable("the descriptor socket does not answer", given=path, hint=str(failure)) from failure
+    if answer != KEPT:
+        raise PermissionDenied(
+            "the store took no descriptors for this ticket",
+            reason="TICKET_REFUSED",
+            given=f"{len(fds)} descriptors",
+            hint="tickets are good once, while the store waits for them, and for processes of the store's user",
+        )
 
 
 def fetch(path: Path, ticket: bytes, *, timeout_s: float) -> tuple[kvstore_pb2.FdManifest, list[int]]:
@@ -144,7 +245,7 @@ def fetch(path: Path, ticket: bytes, *, timeout_s: float) -> tuple[kvstore_pb2.F
                     raise ConnectionError("the manifest is cut short or too long")
                 data += part
     except OSError as failure:
-        _close(fds)
+        close_all(fds)
         raise Unavailable("the descriptor socket does not answer", given=path, hint=str(failure)) from failure
     if not data:
         raise PermissionDenied(
@@ -155,11 +256,12 @@ def fetch(path: Path, ticket: bytes, *, timeout_s: float) -> tuple[kvstore_pb2.F
     try:
         manifest = kvstore_pb2.FdManifest.FromString(data[_LENGTH.size :])
     except DecodeError as malformed:
-        _close(fds)
+        close_all(fds)
         raise Unavailable("the descriptor socket sent no manifest", given=path, hint=str(malformed)) from malformed
-    if len(fds) != len(manifest.entries):
-        _close(fds)
-        raise Unavailable("descriptors were lost on the way", given=len(fds), allowed=len(manifest.entries))
+    expected = sum(num_descriptors(entry) for entry in manifest.entries)
+    if len(fds) != expected:
+        close_all(fds)
+        raise Unavailable("descriptors were lost on the way", given=len(fds), allowed=expected)
     return manifest, fds
 
 
@@ -175,6 +277,6 @@ def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
     return data, fds.tolist()
 
 
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+def num_descriptors(entry: kvstore_pb2.FdEntry) -> int:
+    """Descriptors that come with an entry: one, or one a chunk."""
+    return max(1, len(entry.chunk_bytes))

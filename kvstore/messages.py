@@ -17,6 +17,7 @@ from kvstore.answers import (
     TailCopy,
     Truncated,
 )
+from kvstore.arena import ArenaPlan
 from protos import kvstore_pb2
 
 NO_TAIL = -1
@@ -225,3 +226,18 @@ def truncate_from(response: kvstore_pb2.TruncateResponse) -> Truncated:
         bases={g.group: int(g.base) for g in response.bases},
         tail_copies=tail_copies_from(response.tail_copies),
     )
+
+
+def arena_entries(arenas: Sequence[ArenaPlan], sizes: Sequence[tuple[int, ...]]) -> list[kvstore_pb2.FdEntry]:
+    """``sizes``: of each arena's chunks; none in host memory."""
+    return [
+        kvstore_pb2.FdEntry(
+            kind=arena.kind,
+            group=arena.group,
+            num_bytes=arena.num_bytes,
+            num_pages=arena.num_pages,
+            page_bytes=arena.page_bytes,
+            chunk_bytes=chunk_bytes,
+        )
+        for arena, chunk_bytes in zip(arenas, sizes, strict=True)
+    ]

@@ -6,6 +6,9 @@ Memory of a device is kept when its attachment ends. The next one gets the same 
 (geometry, sizes, weights digest); otherwise the memory is given up and made anew, which is safe because a detach
 released every sequence. An attachment that ended without a Detach message is suspect: mappings
 cannot be revoked, so its device stays busy until the process that took the descriptors is gone.
+
+A GPU's memory is made by the worker that attaches first, at the store's request (CreateMemory); from then on it is held
+and handed on like any other.
 """
 
 from __future__ import annotations
@@ -14,17 +17,18 @@ import asyncio
 import os
 import select
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 import structlog
 
 from kvstore import messages
+from kvstore.arena import close_all
 from kvstore.device import Device, DeviceSpec, NewSequence
 from kvstore.events import Event, EventKind
-from kvstore.fd_server import FdServer
+from kvstore.fd_server import Delivery, FdServer
 from kvstore.geometry import LAYOUT_VERSION, CacheGeometry
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos.errors import CapacityError, InternalError, InvalidRequest, NotFound, PreconditionFailed, Unavailable
@@ -33,6 +37,7 @@ log = structlog.get_logger("kvstore")
 
 SUSPECT_WAIT_S = 2.0  # a killed process closes its sockets shortly before it counts as gone
 IDLE_CHECK_S = 5.0  # without a call for so long, the store checks itself
+CREATE_TIMEOUT_S = 60.0  # for a worker to make its GPU's memory and bring it
 VERIFY_SLICE_PAGES = 64  # of each group, between which other calls are answered
 IDLE_CHECK_PAGES = 16  # of each group, a check: the loop is busy for that long
 WATCH_POLL_S = 0.05
@@ -56,6 +61,24 @@ class Attached:
             self.holder = os.pidfd_open(pid)
         except (OSError, ValueError):  # pid 0: a process of another pid namespace
             self.holder_unseen = True
+
+
+class _Claim:
+    """The right to attach to a device; it lasts until the memory that was begun under it is there."""
+
+    def __init__(self) -> None:
+        self._ready: asyncio.Task[Device] | None = None
+
+    async def finish(self, allocation: Coroutine[Any, Any, Device]) -> Device:
+        # A task of its own: when the caller goes away meanwhile, the memory still ends up with its owner.
+        self._ready = asyncio.create_task(allocation)
+        return await asyncio.shield(self._ready)
+
+    def when_finished(self, do: Callable[[], None]) -> None:
+        if self._ready is None or self._ready.done():
+            do()
+        else:
+            self._ready.add_done_callback(lambda _: do())
 
 
 class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
@@ -92,9 +115,35 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         first = await anext(aiter(requests), None)
         if first is None or first.WhichOneof("message") != "open":
             raise InvalidRequest("the first message of Attach is `open`", reason="BAD_ATTACH")
-        with self._refusals_logged(first.open):
-            spec = spec_of(first.open)
-            attached = await self._attach(spec, first.open.worker_id)
+        ended = asyncio.create_task(_until_detach(requests))
+        try:
+            with self._refusals_logged(first.open):
+                spec = spec_of(first.open)
+                with self._claimed(spec.device) as claim:
+                    fds: list[int] = []
+                    if spec.on_gpu and await self._kept(spec) is None:
+                        self._demand_room(spec)
+                        arenas, sizes = spec.plan()
+                        with self._fd_server.expect(sum(map(len, sizes))) as (ticket, delivery):
+                            create = kvstore_pb2.CreateMemory(
+                                fd_ticket=ticket,
+                                fd_socket=str(self._fd_server.path),
+                                arenas=messages.arena_entries(arenas, sizes),
+                            )
+                            yield kvstore_pb2.AttachResponse(create=create)
+                            await _delivered(delivery, ended)
+                            fds = delivery.take()
+                    attached = await self._attach(spec, first.open.worker_id, claim, fds)
+            async with aclosing(self._serve_attached(attached, ended)) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            ended.cancel()
+
+    async def _serve_attached(
+        self, attached: Attached, ended: asyncio.Task[bool]
+    ) -> AsyncGenerator[kvstore_pb2.AttachResponse, None]:
+        """From the first answer to the detach."""
         ticket = self._fd_server.issue(*attached.device.manifest(), attached.taken_by)
         why = "connection lost"
         goodbye = False
@@ -104,16 +153,12 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     epoch=attached.epoch,
                     fd_ticket=ticket,
                     fd_socket=str(self._fd_server.path),
-                    geometry_digest=spec.geometry.digest(),
+                    geometry_digest=attached.device.spec.geometry.digest(),
                     store_incarnation=self._incarnation,
                 )
             )
-            ended = asyncio.create_task(_until_detach(requests))
             endings: set[asyncio.Future[Any]] = {ended, attached.revoked}
-            try:
-                await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                ended.cancel()
+            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             if attached.revoked.done():
                 why = attached.revoked.result()
                 yield kvstore_pb2.AttachResponse(revoked=kvstore_pb2.Revoked(why=why))
@@ -123,8 +168,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             self._fd_server.withdraw(ticket)
             self._detach(attached, why, goodbye=goodbye)
 
-    async def _attach(self, spec: DeviceSpec, worker_id: str) -> Attached:
-        name = spec.device
+    @contextmanager
+    def _claimed(self, name: str) -> Iterator[_Claim]:
+        """Lets nobody else attach to the device inside. Raises Unavailable (STOPPING), DEVICE_BUSY."""
         if self._stopping:
             raise _stopping()
         holder = self._attached.get(name)
@@ -133,54 +179,70 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 name, f"worker {holder.worker_id!r}, epoch {holder.epoch}" if holder else "a worker that attaches now"
             )
         self._attaching.add(name)
-        # A task of its own: when the caller goes away meanwhile, the memory still ends up with its owner.
-        ready = asyncio.create_task(self._device_for(spec))
+        claim = _Claim()
         try:
-            device = await asyncio.shield(ready)
+            yield claim
         finally:
-            if ready.done():
-                self._attaching.discard(name)
-            else:
-                ready.add_done_callback(lambda _: self._attaching.discard(name))
+            claim.when_finished(lambda: self._attaching.discard(name))
+
+    async def _kept(self, spec: DeviceSpec) -> Device | None:
+        """The device's memory where the store holds it; any that does not fit is given up. Raises DEVICE_BUSY."""
+        await self._demand_no_suspect(spec.device)
+        kept = self._devices.get(spec.device)
+        if kept is None or kept.spec == spec:
+            return kept
+        log.info(
+            "memory given up: the next worker asks for another",
+            device=spec.device,
+            host_bytes=kept.spec.host_bytes,
+            device_bytes=kept.spec.device_bytes,
+        )
+        self._devices.pop(spec.device).close()
+        return None
+
+    async def _allocate(self, spec: DeviceSpec, fds: Sequence[int]) -> Device:
+        """New memory, which ``fds`` are of where it is a GPU's. Raises ARENA_TOO_SMALL or NOT_ENOUGH_MEMORY."""
+        async with self._allocating:  # one at a time: what fits is known once the one before is in the books
+            try:
+                self._demand_room(spec)
+            except BaseException:
+                close_all(fds)
+                raise
+            device = self._devices[spec.device] = await asyncio.to_thread(Device.allocate, spec, fds)
+        return device
+
+    def _demand_room(self, spec: DeviceSpec) -> None:
+        taken = sum(device.spec.host_bytes for device in self._devices.values())
+        if self._memory_limit is not None and taken + spec.host_bytes > self._memory_limit:
+            raise CapacityError(
+                f"the memory of {spec.device} does not fit the store's memory limit",
+                reason="NOT_ENOUGH_MEMORY",
+                given=f"{spec.host_bytes} bytes",
+                allowed=f"{max(0, self._memory_limit - taken)} of {self._memory_limit} bytes",
+                hint="make the arenas smaller or raise --memory-limit",
+            )
+
+    async def _attach(self, spec: DeviceSpec, worker_id: str, claim: _Claim, fds: Sequence[int] = ()) -> Attached:
+        """``fds`` of a GPU's memory that the worker made; they are the device's from here on."""
+        device = await self._kept(spec) or await claim.finish(self._allocate(spec, fds))
         if self._stopping:
             raise _stopping()
         self._last_epoch += 1
         device.control.epoch = self._last_epoch
-        attached = self._attached[name] = Attached(worker_id, self._last_epoch, device)
+        attached = self._attached[spec.device] = Attached(worker_id, self._last_epoch, device)
         log.info(
             "attached",
-            device=name,
+            device=spec.device,
             worker=worker_id,
             epoch=attached.epoch,
             modes=spec.geometry.modes,
             pages={group: table.num_pages for group, table in device.table.groups.items()},
             tail_slots=spec.num_tail_slots if spec.geometry.tail_bytes else 0,
-            bytes=spec.num_bytes,
+            host_bytes=spec.host_bytes,
+            device_bytes=spec.device_bytes,
             geometry=spec.geometry.summary(),
         )
         return attached
-
-    async def _device_for(self, spec: DeviceSpec) -> Device:
-        """The device's memory, kept or new. Raises DEVICE_BUSY, ARENA_TOO_SMALL or NOT_ENOUGH_MEMORY."""
-        await self._demand_no_suspect(spec.device)
-        kept = self._devices.get(spec.device)
-        if kept and kept.spec == spec:
-            return kept
-        if kept:
-            log.info("memory given up: the next worker asks for another", device=spec.device, bytes=kept.spec.num_bytes)
-            self._devices.pop(spec.device).close()
-        async with self._allocating:  # one at a time: what fits is known once the one before is in the books
-            taken = sum(device.spec.num_bytes for device in self._devices.values())
-            if self._memory_limit is not None and taken + spec.num_bytes > self._memory_limit:
-                raise CapacityError(
-                    f"the arenas of {spec.device} do not fit the store's memory limit",
-                    reason="NOT_ENOUGH_MEMORY",
-                    given=f"{spec.num_bytes} bytes",
-                    allowed=f"{max(0, self._memory_limit - taken)} of {self._memory_limit} bytes",
-                    hint="make the arenas smaller or raise --memory-limit",
-                )
-            device = self._devices[spec.device] = await asyncio.to_thread(Device.allocate, spec)
-        return device
 
     async def _demand_no_suspect(self, name: str) -> None:
         pidfd = self._suspects.get(name)
@@ -430,6 +492,7 @@ def spec_of(asked: kvstore_pb2.AttachOpen) -> DeviceSpec:
         max_sequence_tokens=asked.max_sequence_tokens,
         weights_digest=asked.weights_digest,
         checkpoint_slots=asked.checkpoint_slots,
+        memory_granularity=asked.memory_granularity,
     )
 
 
@@ -467,6 +530,24 @@ def _exited(pidfd: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
+
+
+async def _delivered(delivery: Delivery, ended: asyncio.Task[bool]) -> None:
+    """Waits for a worker to bring its GPU's memory. Raises Unavailable: it left, or it takes too long."""
+    arrived = asyncio.create_task(delivery.arrived.wait())
+    endings: set[asyncio.Future[Any]] = {arrived, ended}
+    try:
+        await asyncio.wait(endings, timeout=CREATE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        arrived.cancel()
+    if not delivery.arrived.is_set():
+        why = "left before it brought" if ended.done() else f"did not bring within {CREATE_TIMEOUT_S:g} s"
+        raise Unavailable(
+            f"the worker {why} the memory it was asked for",
+            reason="MEMORY_NOT_DELIVERED",
+            given="no descriptors",
+            allowed=f"{delivery.num_fds} descriptors",
+        )
 
 
 async def _until_detach(requests: AsyncIterator[kvstore_pb2.AttachRequest]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from protos.errors import ConfigError
 ADMISSIONS = ("worst_case", "recompute")
 DEFAULT_PRESET = "tq4"  # of mode turboquant, where none is named
 
+GPU = "cuda:"
+_DEVICE = re.compile(r"cpu:\d+|cuda:\d+|cuda:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _FALSE = {"0", "false", "no", "off", ""}
 _TRUE = {"1", "true", "yes", "on"}
 
@@ -44,7 +47,8 @@ class WorkerConfig:
         prefill_chunk: prompt tokens that one step may compute. In deterministic mode it counts in whole spans of 128
             tokens, at least one, and does not change any result.
         deterministic: results of a sequence do not depend on its batch mates (DESIGN.md 3.5).
-        device: "cpu:0".
+        device: "cpu:0"; or a GPU, "cuda:0" or "cuda:GPU-<uuid>". By its index it is what CUDA_VISIBLE_DEVICES makes of
+            it; the kvstore knows it by its UUID, so the next worker on the same GPU finds its memory.
         threads: of the tensor library; 0 takes one per core.
     """
 
@@ -96,8 +100,8 @@ class WorkerConfig:
         for name in ("name", "worker_id"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty", given="''", allowed="a name")
-        if not self.device.startswith("cpu:") or not self.device[4:].isdigit():
-            raise ConfigError("device is not built", given=self.device, allowed="cpu:0, cpu:1, ...")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError("device is no device", given=self.device, allowed="cpu:0, cuda:0, cuda:GPU-<uuid>, ...")
         for name, least, most in (
             ("arena_bytes", 1, 1 << 50),
             ("checkpoints", -1, 1 << 16),
@@ -110,6 +114,10 @@ class WorkerConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ConfigError(f"{name} is out of its range", given=value, allowed=f"{least} to {most}")
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith(GPU)
 
     @property
     def preset(self) -> str:

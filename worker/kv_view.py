@@ -9,31 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from kernels.attention import PackedRegion
 from kernels.page_codec import arena_planes, row_codec, unpack_pages
+from kvstore.client import Arena
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from protos.errors import ConfigError, PreconditionFailed
 from protos.page_hash import PAGE_TOKENS
 from worker.batch import Batch, GroupBatch, Place
+from worker.device_memory import DeviceArena, Driver
+from worker.gpu import memory_of
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REASONS = ("attention", "rollback", "resume")
-
-
-class MappedArena(Protocol):
-    """What a view needs of ``kvstore.client.Arena``: ``buffer`` is writable and num_pages * page_bytes long."""
-
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def page_bytes(self) -> int: ...
-    @property
-    def buffer(self) -> memoryview: ...
 
 
 @dataclass
@@ -81,29 +72,37 @@ class RegionView:
 
 
 class KvView:
-    """The arenas of one attachment as tensors. They hold the mapping: drop the view before the attachment is closed.
+    """The arenas of one attachment as tensors, in host memory or on the GPU that they are of. They hold the mapping:
+    drop the view before the attachment is closed.
+
+    Args:
+        driver: of the GPU's memory; None: CUDA's.
 
     Raises:
-        ConfigError: an arena does not have the geometry's sizes.
+        ConfigError: an arena does not have the geometry's sizes; or its GPU is not visible here (NO_SUCH_GPU).
     """
 
     def __init__(
-        self, geometry: CacheGeometry, arenas: Mapping[str, MappedArena], tails: Mapping[str, MappedArena]
+        self,
+        geometry: CacheGeometry,
+        arenas: Mapping[str, Arena],
+        tails: Mapping[str, Arena],
+        driver: Driver | None = None,
     ) -> None:
         self.geometry = geometry
         self.counters = KvCounters()
         self.regions: dict[tuple[int, str], RegionView] = {}
         self.by_group: dict[str, list[RegionView]] = {group.name: [] for group in geometry.groups}
-        self._page_bytes: dict[str, tuple[memoryview, int]] = {}
+        self._pages: dict[str, torch.Tensor] = {}
         self._tail_slots: dict[str, torch.Tensor] = {}
         for group in geometry.groups:
             pages = tail = None
             if group.has_pages:
-                pages = _bytes(arenas[group.name], group.page_bytes, f"the arena of layer group {group.name!r}")
-                self._page_bytes[group.name] = (arenas[group.name].buffer.cast("B"), group.page_bytes)
+                pages = _bytes(arenas[group.name], group.page_bytes, f"the arena of layer group {group.name!r}", driver)
+                self._pages[group.name] = pages
             if group.has_tail:
                 slot_bytes = geometry.tail_slot_bytes(group)
-                tail = _bytes(tails[group.name], slot_bytes, f"the tails of layer group {group.name!r}")
+                tail = _bytes(tails[group.name], slot_bytes, f"the tails of layer group {group.name!r}", driver)
                 self._tail_slots[group.name] = tail
             self._add(group, pages, tail)
 
@@ -132,9 +131,8 @@ class KvView:
         return self.regions[layer, kind]
 
     def page_memory(self, group: str, page: int) -> memoryview:
-        """The bytes of a page."""
-        buffer, size = self._page_bytes[group]
-        return buffer[page * size : (page + 1) * size]
+        """The bytes of a page; of a page on a GPU, a copy."""
+        return self._pages[group][page].cpu().numpy().data
 
     def copy_tail(self, group: str, from_slot: int, to_slot: int) -> None:
         """Copies all bytes of a tail slot."""
@@ -216,14 +214,17 @@ class Workspace:
         return self._rows[view.region.layer, view.region.kind][first : first + count]
 
 
-def _bytes(arena: MappedArena, size: int, what: str) -> torch.Tensor:
+def _bytes(arena: Arena, size: int, what: str, driver: Driver | None) -> torch.Tensor:
     """u8 [num_pages, size]."""
-    if arena.page_bytes != size or arena.buffer.nbytes != arena.num_pages * size:
+    num_bytes = arena.buffer.nbytes if arena.chunks is None else arena.chunks.num_bytes
+    if arena.page_bytes != size or num_bytes != arena.num_pages * size:
         raise ConfigError(
             f"{what} does not fit the geometry",
-            given=f"{arena.buffer.nbytes} bytes in {arena.num_pages} pieces of {arena.page_bytes}",
+            given=f"{num_bytes} bytes in {arena.num_pages} pieces of {arena.page_bytes}",
             allowed=f"pieces of {size} bytes",
         )
+    if arena.chunks is not None:
+        return DeviceArena.of(driver or memory_of(arena.device), arena).tensor().view(arena.num_pages, size)
     # By way of numpy, which holds on to the buffer; torch.frombuffer lets the mapping go under the tensor.
     return torch.from_numpy(np.frombuffer(arena.buffer, dtype=np.uint8)).view(arena.num_pages, size)
 

@@ -23,6 +23,11 @@ def test_a_config_survives_its_own_dict() -> None:
     assert WorkerConfig.from_dict(packed.to_dict()) == packed
 
 
+@pytest.mark.parametrize("device", ["cpu:0", "cpu:12", "cuda:0", "cuda:GPU-0b1c2d3e-0000-1111-2222-333344445555"])
+def test_devices(device: str) -> None:
+    assert WorkerConfig.from_dict({**LEAST, "device": device}).on_gpu == device.startswith("cuda")
+
+
 @pytest.mark.parametrize("word", ["0", "false", "No", "off", "", False])
 def test_off_is_off(word: object) -> None:
     assert not WorkerConfig.from_dict({**LEAST, "deterministic": word}).deterministic
@@ -47,7 +52,10 @@ def test_off_is_off(word: object) -> None:
         ({"kv_mode": "turboquant", "dense_layers": "2"}, "dense_layers"),
         ({"kv_mode": "turboquant", "dense_layers": "2,many"}, "dense_layers"),
         ({"admission": "hope"}, "admission"),
-        ({"device": "cuda:0"}, "device"),
+        ({"device": "cuda:"}, "device"),
+        ({"device": "gpu:0"}, "device"),
+        ({"device": "cuda:GPU-1"}, "device"),
+        ({"device": "cuda:0 "}, "device"),
         ({"name": ""}, "name"),
         ({"model": None}, "model"),
     ],

@@ -7,12 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstore import memory_limit
-from kvstore.arena import PREFAULT_CHUNK_BYTES, Arena, Memory, allocate_arenas, pages_per_group
+from kvstore.arena import (
+    CHUNK_BYTES,
+    MAX_CHUNKS,
+    PREFAULT_CHUNK_BYTES,
+    Arena,
+    ArenaPlan,
+    Memory,
+    allocate_arenas,
+    chunk_sizes,
+    pages_per_group,
+)
 from kvstore.geometry import CacheGeometry, LayerGroup, Region, apply_mode
 from kvstore.memory_limit import HEADROOM_BYTES, available_bytes, cgroup_room, check_memory
-from protos.errors import CapacityError, ConfigError
+from protos.errors import CapacityError, ConfigError, PreconditionFailed
 
 K = Region(0, "k", 2, 64, "float32")
 GEOMETRY = CacheGeometry(
@@ -214,3 +226,50 @@ def test_every_byte_is_touched_and_reported() -> None:
     num_bytes = 2 * PREFAULT_CHUNK_BYTES + 4096
     Memory.allocate("test", num_bytes, on_progress=seen.append).close()
     assert seen == [PREFAULT_CHUNK_BYTES, 2 * PREFAULT_CHUNK_BYTES, num_bytes]
+
+
+MIB = 1 << 20
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arenas=st.lists(st.tuples(st.integers(1, 1 << 20), st.integers(1, 4 * MIB)), min_size=1, max_size=MAX_CHUNKS),
+    granularity=st.sampled_from([4096, 2 * MIB, 1 << 30]),
+)
+def test_chunks_cover_every_arena_with_less_than_a_granule_to_spare(
+    arenas: list[tuple[int, int]], granularity: int
+) -> None:
+    plans = [ArenaPlan("arena", f"g{i}", num_pages, page_bytes) for i, (num_pages, page_bytes) in enumerate(arenas)]
+    sizes = chunk_sizes(plans, granularity)
+    assert sum(map(len, sizes)) <= MAX_CHUNKS
+    for plan, chunks in zip(plans, sizes, strict=True):
+        assert 0 <= sum(chunks) - plan.num_bytes < granularity
+        assert all(size > 0 and size % granularity == 0 for size in chunks)
+        assert len(set(chunks[:-1])) <= 1
+
+
+def test_chunks_are_no_larger_than_they_must_be() -> None:
+    def cut(num_bytes: int) -> tuple[int, ...]:
+        return chunk_sizes([ArenaPlan("arena", "full", 1, num_bytes)], 2 * MIB)[0]
+
+    assert cut(1) == (2 * MIB,)
+    assert cut(CHUNK_BYTES) == (CHUNK_BYTES,)
+    assert cut(CHUNK_BYTES + 1) == (CHUNK_BYTES, 2 * MIB)
+    assert cut(MAX_CHUNKS * CHUNK_BYTES) == (CHUNK_BYTES,) * MAX_CHUNKS
+    assert cut(MAX_CHUNKS * CHUNK_BYTES + 1) == (2 * CHUNK_BYTES,) * (MAX_CHUNKS // 2) + (2 * MIB,)
+
+
+def test_more_arenas_than_descriptors_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        chunk_sizes([ArenaPlan("arena", f"g{i}", 1, 4096) for i in range(MAX_CHUNKS + 1)], 4096)
+    assert caught.value.reason == "TOO_MANY_ARENAS"
+
+
+def test_device_memory_has_no_buffer_and_says_so(page_memory: Memory) -> None:
+    with Arena("full", 3, FULL_BYTES, Memory((), 3 * FULL_BYTES, (4 * FULL_BYTES,)), "cuda:GPU-0") as arena:
+        assert arena.chunks is not None and not arena.chunks.readable
+        assert arena.chunks.allocated_bytes == 4 * FULL_BYTES
+        with pytest.raises(PreconditionFailed) as caught:
+            arena.page(0)
+        assert caught.value.reason == "DEVICE_MEMORY"
+    assert page_memory.readable and page_memory.allocated_bytes == page_memory.num_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kvstore.device import Device, DeviceSpec, NewSequence
 from kvstore.fd_server import FdServer
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from kvstore.pages import PageState
-from kvstore.service import KvStoreService
+from kvstore.service import Attached, KvStoreService
 from protos import kvstore_pb2
 from protos.errors import InternalError, PreconditionFailed, Unavailable
 
@@ -32,19 +32,24 @@ async def service(tmp_path: Path) -> AsyncIterator[KvStoreService]:
     made.close()
 
 
+async def attach(service: KvStoreService, spec: DeviceSpec, worker_id: str) -> Attached:
+    with service._claimed(spec.device) as claim:
+        return await service._attach(spec, worker_id, claim)
+
+
 def slow_allocation(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
     real = Device.allocate
 
-    def allocate(spec: DeviceSpec) -> Device:
+    def allocate(spec: DeviceSpec, fds: Sequence[int]) -> Device:
         time.sleep(seconds)
-        return real(spec)
+        return real(spec, fds)
 
     monkeypatch.setattr(Device, "allocate", staticmethod(allocate))
 
 
 async def test_a_device_that_is_being_made_is_busy(service: KvStoreService, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_allocation(monkeypatch)
-    results = await asyncio.gather(*(service._attach(SPEC, f"w{i}") for i in range(3)), return_exceptions=True)
+    results = await asyncio.gather(*(attach(service, SPEC, f"w{i}") for i in range(3)), return_exceptions=True)
     assert [getattr(r, "worker_id", None) or getattr(r, "reason", None) for r in results] == [
         "w0",
         "DEVICE_BUSY",
@@ -56,11 +61,11 @@ async def test_devices_made_at_the_same_time_share_the_memory_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_allocation(monkeypatch)
-    limited = KvStoreService(FdServer(tmp_path / "fds"), incarnation="test", memory_limit=2 * SPEC.num_bytes)
+    limited = KvStoreService(FdServer(tmp_path / "fds"), incarnation="test", memory_limit=2 * SPEC.host_bytes)
     specs = [replace(SPEC, device=f"cpu:{i}") for i in range(3)]
-    results = await asyncio.gather(*(limited._attach(spec, "w") for spec in specs), return_exceptions=True)
+    results = await asyncio.gather(*(attach(limited, spec, "w") for spec in specs), return_exceptions=True)
     assert [getattr(r, "reason", "attached") for r in results] == ["attached", "attached", "NOT_ENOUGH_MEMORY"]
-    assert sum(device.spec.num_bytes for device in limited._devices.values()) <= 2 * SPEC.num_bytes
+    assert sum(device.spec.host_bytes for device in limited._devices.values()) <= 2 * SPEC.host_bytes
     limited.close()
 
 
@@ -68,17 +73,17 @@ async def test_a_caller_that_leaves_meanwhile_leaves_the_memory_to_the_next(
     service: KvStoreService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_allocation(monkeypatch)
-    first = asyncio.create_task(service._attach(SPEC, "gone"))
+    first = asyncio.create_task(attach(service, SPEC, "gone"))
     await asyncio.sleep(0.05)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
     with pytest.raises(PreconditionFailed):
-        await service._attach(SPEC, "early")
+        await attach(service, SPEC, "early")
     while service._attaching:
         await asyncio.sleep(0.01)
     kept = service._devices["cpu:0"]
-    attached = await service._attach(SPEC, "next")
+    attached = await attach(service, SPEC, "next")
     assert attached.device is kept
 
 
@@ -86,40 +91,40 @@ async def test_a_store_that_stops_meanwhile_attaches_nobody(
     service: KvStoreService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_allocation(monkeypatch)
-    first = asyncio.create_task(service._attach(SPEC, "late"))
+    first = asyncio.create_task(attach(service, SPEC, "late"))
     await asyncio.sleep(0.05)
     service.revoke_all("test")
     with pytest.raises(Unavailable) as caught:
         await first
     assert caught.value.reason == "STOPPING"
     with pytest.raises(Unavailable):
-        await service._attach(SPEC, "later")
+        await attach(service, SPEC, "later")
 
 
 async def test_a_failed_allocation_frees_the_name(service: KvStoreService, monkeypatch: pytest.MonkeyPatch) -> None:
-    def allocate(spec: DeviceSpec) -> Device:
+    def allocate(spec: DeviceSpec, fds: Sequence[int]) -> Device:
         raise MemoryError
 
     with monkeypatch.context() as patch:
         patch.setattr(Device, "allocate", staticmethod(allocate))
         with pytest.raises(MemoryError):
-            await service._attach(SPEC, "first")
-    assert (await service._attach(SPEC, "second")).worker_id == "second"
+            await attach(service, SPEC, "first")
+    assert (await attach(service, SPEC, "second")).worker_id == "second"
 
 
 async def test_a_holder_that_is_not_visible_keeps_its_memory(service: KvStoreService) -> None:
     # Another pid namespace: the store cannot see when it is gone, so the next worker gets memory of its own.
-    attached = await service._attach(SPEC, "hidden")
+    attached = await attach(service, SPEC, "hidden")
     attached.taken_by(0)
     service._detach(attached, "lost", goodbye=False)
-    assert (await service._attach(SPEC, "next")).device is not attached.device
+    assert (await attach(service, SPEC, "next")).device is not attached.device
 
 
 async def test_a_verify_of_many_pages_lets_other_calls_run(
     service: KvStoreService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.service.VERIFY_SLICE_PAGES", 2)
-    device = (await service._attach(SPEC, "w")).device
+    device = (await attach(service, SPEC, "w")).device
     (result,) = device.open([NewSequence("r", "", [1] * 256, 256, b"")])
     assert isinstance(result, Admitted)
     pages = device.reserve([(result.slot, 256, 1)])[result.slot]["full"]
@@ -145,7 +150,7 @@ async def test_a_verify_of_many_pages_lets_other_calls_run(
 
 
 async def test_a_broken_invariant_fails_the_store(service: KvStoreService) -> None:
-    attached = await service._attach(SPEC, "w")
+    attached = await attach(service, SPEC, "w")
     (result,) = attached.device.open([NewSequence("r", "", [1], 200, b"")])
     assert isinstance(result, Admitted)
     attached.device.reserve([(result.slot, 200, 1)])
@@ -162,7 +167,7 @@ async def test_an_invariant_that_breaks_in_a_detach_fails_the_store(
     def broken(*_: object, **__: object) -> None:
         raise InternalError("the tables are at odds")
 
-    attached = await service._attach(SPEC, "w")
+    attached = await attach(service, SPEC, "w")
     monkeypatch.setattr(attached.device, "release_all", broken)
     with pytest.raises(InternalError):
         service._detach(attached, "test", goodbye=True)
@@ -171,7 +176,7 @@ async def test_an_invariant_that_breaks_in_a_detach_fails_the_store(
 
 
 async def test_mistakes_of_a_caller_do_not_fail_the_store(service: KvStoreService) -> None:
-    attached = await service._attach(SPEC, "w")
+    attached = await attach(service, SPEC, "w")
     with pytest.raises(Exception, match="no such sequence"):
         await service.Release(kvstore_pb2.ReleaseRequest(epoch=attached.epoch, slots=[1]), CONTEXT)
     assert not service.failed.is_set()
@@ -180,11 +185,39 @@ async def test_mistakes_of_a_caller_do_not_fail_the_store(service: KvStoreServic
 async def test_epochs_grow(service: KvStoreService, tmp_path: Path) -> None:
     epochs = []
     for _ in range(3):
-        attached = await service._attach(SPEC, "w")
+        attached = await attach(service, SPEC, "w")
         epochs.append(attached.epoch)
         service._detach(attached, "test", goodbye=True)
     assert epochs == sorted(set(epochs))
     await asyncio.sleep(0.01)
     later = KvStoreService(FdServer(tmp_path / "other"), incarnation="later")
-    assert (await later._attach(SPEC, "w")).epoch > epochs[-1]
+    assert (await attach(later, SPEC, "w")).epoch > epochs[-1]
     later.close()
+
+
+async def test_memory_that_is_not_delivered_in_time_is_given_up(
+    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.service.CREATE_TIMEOUT_S", 0.05)
+    asked = kvstore_pb2.AttachOpen(
+        worker_id="slow",
+        device="cuda:GPU-0",
+        geometry=GEOMETRY.to_proto(),
+        geometry_digest=GEOMETRY.digest(),
+        arena_bytes=SPEC.arena_bytes,
+        max_sequences=2,
+        max_sequence_tokens=256,
+        memory_granularity=4096,
+    )
+
+    async def requests() -> AsyncIterator[kvstore_pb2.AttachRequest]:
+        yield kvstore_pb2.AttachRequest(open=asked)
+        await asyncio.sleep(60)
+
+    answers = service.Attach(requests(), CONTEXT)
+    assert (await anext(answers)).WhichOneof("message") == "create"
+    assert service._attaching == {"cuda:GPU-0"}
+    with pytest.raises(Unavailable) as caught:
+        await anext(answers)
+    assert caught.value.reason == "MEMORY_NOT_DELIVERED"
+    assert (service._attaching, service._fd_server._parcels, service._devices) == (set(), {}, {})
