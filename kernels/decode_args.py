@@ -25,8 +25,8 @@ class Plan(ctypes.Structure):
         ("num_small", _i32),
         ("rows", _i32),
         ("num_rows", _i32),
-        ("pad0", _i32),
-        ("pad1", _i32),
+        ("num_page_rows", _i32),
+        ("pad", _i32),
     )
 
 

@@ -33,9 +33,9 @@ struct Item {
 };
 
 // What merge needs of one sequence: its items are packed [packed_big, + num_big), [packed_small, + num_small), and row
-// items [rows, + num_rows).
+// items [rows, + num_rows), counted from max_packed_items on, of which the first num_page_rows lie in pages.
 struct Plan {
-    int32_t packed_big, num_big, packed_small, num_small, rows, num_rows, pad0, pad1;
+    int32_t packed_big, num_big, packed_small, num_small, rows, num_rows, num_page_rows, pad;
 };
 
 // Counters at the head of the workspace.

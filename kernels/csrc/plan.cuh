@@ -129,7 +129,7 @@ template <PlanKind KIND>
 __device__ __forceinline__ Plan make_plan(const DecodeArgs& args, int b, const Cut& cut, const BatchSums& sums) {
     const int rows = KIND == PLAN_PACKED ? b * ring_chunks(args) : sums.rows_before;
     return {sums.long_before, cut.num_long, sums.num_long + sums.short_before, cut.num_short,
-            rows,             cut.num_page_rows + cut.num_ring_rows, 0,        0};
+            rows,             cut.num_page_rows + cut.num_ring_rows, cut.num_page_rows, 0};
 }
 
 // The plan of sequence b, worked out from the inputs.
