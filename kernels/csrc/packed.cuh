@@ -47,12 +47,15 @@ enum ProfileSlot {
     kProfileSlots
 };
 
-template <int D, int KEY_BITS, int VALUE_BITS, int VECTORS, int GROUPS, int WARPS, int STAGES> struct PackedTiling {
+// The last five are from kernels/decode_tiling.py.
+template <int D, int KEY_BITS, int VALUE_BITS, int VECTORS, int GROUPS, int WARPS, int STAGES, int CTAS, int SHARED_BYTES>
+struct PackedTiling {
     static_assert(STAGES % GROUPS == 0, "a slot of the ring belongs to one group: parities of two would alias");
     using Keys = Operands<D, KEY_BITS>;
     using Values = Operands<D, VALUE_BITS>;
     using Block = QueryBlock<D, VECTORS>;
-    static constexpr int kSets = VECTORS / 4;
+    static constexpr int kWidth = D, kGroups = GROUPS, kWarps = WARPS, kStages = STAGES, kCtas = CTAS;
+    static constexpr int kVectors = VECTORS, kSets = VECTORS / 4;
     static constexpr int kConsumers = GROUPS * WARPS;
     static constexpr int kThreads = 32 * (kConsumers + 2);
     static constexpr int kStageTokens = D <= 128 ? kPageTokens : kPageTokens * 128 / D;
@@ -79,6 +82,7 @@ template <int D, int KEY_BITS, int VALUE_BITS, int VECTORS, int GROUPS, int WARP
     static constexpr int kSlotFull = kStageEmpty + 8 * STAGES, kSlotEmpty = kSlotFull + 16;
     static constexpr int kOutFull = kSlotEmpty + 16, kOutEmpty = kOutFull + 8;
     static constexpr int kSharedBytes = kOutEmpty + 8;
+    static_assert(kSharedBytes == SHARED_BYTES, "kernels/decode_tiling.py counts shared memory otherwise");
 };
 
 // A piece of work as it is put into a query slot.
@@ -104,13 +108,13 @@ template <typename Tiling> struct PackedCta {
     }
     __device__ __forceinline__ float* out(int warp_, int vector) const {
         return reinterpret_cast<float*>(shared + Tiling::kOut) +
-               (warp_ * 4 * Tiling::kSets + vector) * Tiling::kOutStride;
+               (warp_ * Tiling::kVectors + vector) * Tiling::kOutStride;
     }
     __device__ __forceinline__ float* ml(int warp_, int vector) const {
-        return reinterpret_cast<float*>(shared + Tiling::kMl) + (warp_ * 4 * Tiling::kSets + vector) * 2;
+        return reinterpret_cast<float*>(shared + Tiling::kMl) + (warp_ * Tiling::kVectors + vector) * 2;
     }
     __device__ __forceinline__ int passes() const {
-        return div_up(static_cast<int>(args.num_queries * args.group), 4 * Tiling::kSets);
+        return div_up(static_cast<int>(args.num_queries * args.group), Tiling::kVectors);
     }
     template <int SLOT> __device__ __forceinline__ void mark(uint64_t value) const {
         if (lane == 0) args.profile[static_cast<int64_t>(blockIdx.x) * kProfileSlots + SLOT] = value;
@@ -128,13 +132,13 @@ __device__ __forceinline__ void for_each_tail(const PackedCta<Tiling>& cta, Atte
         const int pass = index % passes, head = index / passes % heads, place = index / passes / heads;
         const int b = place / chunks, chunk = place % chunks;
         const Item item = ring_item(cut_sequence<PLAN_PACKED, kRowChunk>(args, b), b, chunk);
-        if (item.count > 0) attend(item, static_cast<int>(args.max_packed_items) + place, head, pass * 4 * Tiling::kSets);
+        if (item.count > 0) attend(item, static_cast<int>(args.max_packed_items) + place, head, pass * Tiling::kVectors);
     }
 }
 
 // ---- producer
 
-template <typename Tiling, int STAGES> struct Producer {
+template <typename Tiling> struct Producer {
     const PackedCta<Tiling>& cta;
     int stage = 0;
     uint32_t stage_parity = 1; // of a barrier's phase that is over: at first all stages are empty
@@ -174,7 +178,7 @@ template <typename Tiling, int STAGES> struct Producer {
                 constexpr int kTokens = Tiling::kStageTokens;
                 header.item = work / per_item;
                 header.kv_head = head;
-                header.first_vector = pass * 4 * Tiling::kSets;
+                header.first_vector = pass * Tiling::kVectors;
                 header.num_stages = item.count * Tiling::kParts;
                 header.first_token = first_token;
                 header.num_tokens = num_tokens;
@@ -214,7 +218,7 @@ template <typename Tiling, int STAGES> struct Producer {
                        Tiling::kScaleBytes, full, stream);
         }
         stage_end(full);
-        if (++stage == STAGES) stage = 0, stage_parity ^= 1;
+        if (++stage == Tiling::kStages) stage = 0, stage_parity ^= 1;
     }
 
     __device__ __forceinline__ void run() {
@@ -245,7 +249,7 @@ template <typename Tiling, int STAGES> struct Producer {
                 }
                 if (!prepared) {
                     // The ring is full, or holds the item: nothing more can be done without the queries.
-                    if (i + 1 < min(STAGES, num_stages)) continue;
+                    if (i + 1 < min(Tiling::kStages, num_stages)) continue;
                     wait_for_plan(per_item);
                     if constexpr (TAILPACK_PROFILE) cta.template mark<kProfileDependencies>(global_nanoseconds());
                     publish(work, per_item, item, keep);
@@ -282,7 +286,8 @@ template <typename Tiling, int STAGES> struct Producer {
 
 // ---- consumers
 
-template <typename Tiling, int D, typename T, int GROUPS, int WARPS, int STAGES, bool SOFTCAP> struct Consumer {
+template <typename Tiling, typename T, bool SOFTCAP> struct Consumer {
+    static constexpr int D = Tiling::kWidth, kGroups = Tiling::kGroups, kWarps = Tiling::kWarps;
     static constexpr int kSets = Tiling::kSets, kSteps = D / 16, kRowGroups = Tiling::kWarpGroups;
     using Keys = typename Tiling::Keys;
     using Values = typename Tiling::Values;
@@ -305,9 +310,9 @@ template <typename Tiling, int D, typename T, int GROUPS, int WARPS, int STAGES,
     float q_scale[kSets], q_half[kSets];
 
     __device__ __forceinline__ explicit Consumer(const PackedCta<Tiling>& cta_)
-        : cta(cta_), g(cta_.lane / 4), t(cta_.lane % 4), group(cta_.warp / WARPS), warp_in_group(cta_.warp % WARPS),
+        : cta(cta_), g(cta_.lane / 4), t(cta_.lane % 4), group(cta_.warp / kWarps), warp_in_group(cta_.warp % kWarps),
           queries(cta_.base + Tiling::kSlots + 16 * cta_.lane),
-          opaque(Opaque::make<D>(cta_.args.minus_one)), stage(cta_.warp / WARPS) {}
+          opaque(Opaque::make<D>(cta_.args.minus_one)), stage(cta_.warp / kWarps) {}
 
     __device__ __forceinline__ void arrive_all(uint32_t barrier, bool all_lanes) const {
         if (all_lanes) {
@@ -505,8 +510,8 @@ template <typename Tiling, int D, typename T, int GROUPS, int WARPS, int STAGES,
                         sum = fmaf(joined(c[i][set][2 * half], c[i][set][2 * half + 1]), unit[set], sum);
                     }
         }
-        stage += GROUPS;
-        if (stage >= STAGES) stage -= STAGES, stage_parity ^= 1;
+        stage += kGroups;
+        if (stage >= Tiling::kStages) stage -= Tiling::kStages, stage_parity ^= 1;
     }
 
     // Into shared memory, as logical warp `place` of the piece of work.
@@ -538,11 +543,11 @@ template <typename Tiling, int D, typename T, int GROUPS, int WARPS, int STAGES,
 
     __device__ __forceinline__ void run() {
         using Tail = RingRows<DenseFormat<D, T>>;
-        constexpr int kVectors = 4 * kSets, kTiles = kRowChunk / kTileRows / Tiling::kConsumers;
+        constexpr int kTiles = kRowChunk / kTileRows / Tiling::kConsumers;
         for_each_tail(cta, [&](const Item& item, int, int kv_head, int first_vector) {
             mbarrier_wait(cta.base + Tiling::kOutEmpty, out_parity);
             out_parity ^= 1;
-            attend_rows_warp<D, T, Tail, kVectors, SOFTCAP, kTiles>(
+            attend_rows_warp<D, T, Tail, Tiling::kVectors, SOFTCAP, kTiles>(
                 cta.args, Tail(cta.args, item, kv_head), item, kv_head, first_vector, cta.warp, Tiling::kConsumers,
                 cta.out(cta.warp, 0), Tiling::kOutStride, cta.ml(cta.warp, 0));
             arrive_all(cta.base + Tiling::kOutFull, true);
@@ -575,8 +580,8 @@ template <typename Tiling, int D, typename T, int GROUPS, int WARPS, int STAGES,
                         for (int i = 0; i < 4; i++) q[set][2 * step + i] = four[i];
                     }
             }
-            const int place = index * WARPS + warp_in_group;
-            for (; index < num_stages; index += GROUPS) {
+            const int place = index * kWarps + warp_in_group;
+            for (; index < num_stages; index += kGroups) {
                 attend_stage(index, slot_queries);
                 if constexpr (TAILPACK_PROFILE) {
                     if (first && cta.warp == 0) cta.template mark<kProfileFirstPage>(global_nanoseconds());
@@ -596,15 +601,15 @@ template <typename Tiling, int D, typename T, int GROUPS, int WARPS, int STAGES,
 
 // ---- epilogue
 
-template <typename Tiling, int D> struct Epilogue {
-    static constexpr int kVectors = 4 * Tiling::kSets, kOwn = D / 32;
+template <typename Tiling> struct Epilogue {
+    static constexpr int D = Tiling::kWidth, kOwn = D / 32;
     const PackedCta<Tiling>& cta;
     uint32_t out_parity = 0;
 
     // Merges what the consumer warps leave next and writes it as the partial result of (item, kv_head, first_vector..).
     __device__ __forceinline__ void merge(int item, int kv_head, int first_vector) {
         const DecodeArgs& args = cta.args;
-        const int num_vectors = static_cast<int>(args.num_queries * args.group), count = min(kVectors, num_vectors - first_vector);
+        const int num_vectors = static_cast<int>(args.num_queries * args.group), count = min(Tiling::kVectors, num_vectors - first_vector);
         const int64_t place = (static_cast<int64_t>(item) * args.kv_heads + kv_head) * num_vectors + first_vector;
         mbarrier_wait(cta.base + Tiling::kOutFull, out_parity);
         out_parity ^= 1;
@@ -667,18 +672,17 @@ template <typename Tiling, int D> struct Epilogue {
 };
 
 // The attend kernel's body: kThreads threads, kSharedBytes of dynamic shared memory.
-template <int D, typename T, int KEY_BITS, int VALUE_BITS, int VECTORS, bool SOFTCAP, int GROUPS, int WARPS, int STAGES>
+template <typename Tiling, typename T, bool SOFTCAP>
 __device__ __forceinline__ void attend_packed(const DecodeArgs& args, uint8_t* shared) {
-    using Tiling = PackedTiling<D, KEY_BITS, VALUE_BITS, VECTORS, GROUPS, WARPS, STAGES>;
     const PackedCta<Tiling> cta = {args, shared, shared_address(shared), static_cast<int>(threadIdx.x / 32),
                                    static_cast<int>(threadIdx.x % 32)};
     if constexpr (TAILPACK_PROFILE)
         if (threadIdx.x == 0) cta.template mark<kProfileStart>(global_nanoseconds());
     if (threadIdx.x == 0) {
         constexpr uint32_t kReleases = kAllLanesRelease ? 32 : 1;
-        for (int i = 0; i < STAGES; i++) {
+        for (int i = 0; i < Tiling::kStages; i++) {
             mbarrier_init(cta.base + Tiling::kStageFull + 8 * i, kStageArrivals);
-            mbarrier_init(cta.base + Tiling::kStageEmpty + 8 * i, WARPS * kReleases);
+            mbarrier_init(cta.base + Tiling::kStageEmpty + 8 * i, Tiling::kWarps * kReleases);
         }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(cta.base + Tiling::kSlotFull + 8 * i, kStageArrivals + 1);
@@ -690,9 +694,9 @@ __device__ __forceinline__ void attend_packed(const DecodeArgs& args, uint8_t* s
     }
     __syncthreads();
     launch_dependents();
-    if (cta.warp < Tiling::kConsumers) Consumer<Tiling, D, T, GROUPS, WARPS, STAGES, SOFTCAP>(cta).run();
-    else if (cta.warp == Tiling::kConsumers) Producer<Tiling, STAGES>{cta}.run();
-    else Epilogue<Tiling, D>{cta}.run();
+    if (cta.warp < Tiling::kConsumers) Consumer<Tiling, T, SOFTCAP>(cta).run();
+    else if (cta.warp == Tiling::kConsumers) Producer<Tiling>{cta}.run();
+    else Epilogue<Tiling>{cta}.run();
 }
 
 } // namespace tailpack
