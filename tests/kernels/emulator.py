@@ -49,7 +49,7 @@ class Emulator:
         path = HEADER_DIR / source  # an absolute path stays itself
         number = len(list(folder.glob("*.so")))
         target = folder / f"{path.stem}-{number}.so"
-        command = ["g++", *FLAGS, *options, f"-I{HEADER_DIR}", f"-I{SOURCE_DIR}", str(path), "-o", str(target)]
+        command = ["g++", *FLAGS, *options, f"-I{HEADER_DIR}", f"-I{SOURCE_DIR}", str(path), "-o", str(target), "-lrt"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         if done.returncode != 0:
             raise EmulatorError(f"{' '.join(command)}\n{done.stderr[-8000:]}")

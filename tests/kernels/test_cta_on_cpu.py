@@ -296,6 +296,14 @@ def test_a_launch_after_a_failed_one_is_a_fresh_one(emulator: Emulator) -> None:
     assert run_pipeline(emulator, NONE, 1)
 
 
+def test_other_machines_switch_through_ucontext(folder: Path) -> None:
+    emulator = Emulator.build("checks.cpp", folder, ["-DCTA_UCONTEXT"])
+    for seed in range(3):
+        assert run_pipeline(emulator, NONE, seed)
+        test_misuse_is_named(emulator, 13, seed)
+    test_atomics_lose_nothing(emulator)
+
+
 def test_a_long_kernel_runs_in_seconds(emulator: Emulator) -> None:
     for seed in (0, 1):
         out = torch.zeros(4 * 320, dtype=torch.int32)

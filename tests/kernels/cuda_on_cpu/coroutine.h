@@ -1,6 +1,7 @@
 // Coroutines: stacks, and the switch from one to another.
 //
-// On x86-64 the switch is eight instructions; elsewhere it is swapcontext, which makes a system call each time.
+// On x86-64 the switch is a few instructions; elsewhere, or with CTA_UCONTEXT, it is swapcontext, which makes a system
+// call each time.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,7 +13,7 @@
 #include <cstdlib>
 #include <vector>
 
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) || defined(CTA_UCONTEXT)
 #include <ucontext.h>
 #endif
 
@@ -37,7 +38,7 @@ inline char* stack_top(size_t number) {
     return stacks[number] + page + kStackBytes - number * 320 % 4096 / 64 * 64;
 }
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(CTA_UCONTEXT)
 
 struct Context {
     void* stack_pointer;
