@@ -381,10 +381,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     async def Verify(self, request: kvstore_pb2.VerifyRequest, context: Context) -> kvstore_pb2.VerifyResponse:
         problems: list[str] = []
-        compared = 0
+        compared = unreadable = 0
         for name, device in sorted(self._devices.items()):
             with self._invariants(device):
                 found = device.verifier.tables()
+            unreadable += device.verifier.num_unreadable
             for first in range(0, device.verifier.num_pages, VERIFY_SLICE_PAGES):
                 if self._devices.get(name) is not device:  # given up meanwhile
                     break
@@ -393,7 +394,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 compared += count
                 await asyncio.sleep(0)  # workers wait for their answers meanwhile
             problems += [f"{name}: {problem}" for problem in found]
-        return kvstore_pb2.VerifyResponse(problems=problems, pages_checked=compared)
+        return kvstore_pb2.VerifyResponse(problems=problems, pages_checked=compared, pages_unreadable=unreadable)
 
     async def check_when_idle(self) -> None:
         """Checks every device after a while without calls, a few pages at a time; until cancelled.

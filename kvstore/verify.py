@@ -1,7 +1,8 @@
 """Integrity of a device: tables against each other and the control block, hashes, checksums of pages.
 
 A table that contradicts itself is a bug of this process: InternalError, the store stops. A checksum or hash in memory
-that differs is reported by name: memory is written by others too.
+that differs is reported by name: memory is written by others too. Pages in device memory are out of the store's reach:
+their checksums are not compared here, and counted as such.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from protos.errors import InternalError
 
 
 class Verifier:
-    """Checks one device. Maps its page arenas when it is first used."""
+    """Checks one device. Maps those of its page arenas that it can read when it is first used."""
 
     def __init__(self, table: SequenceTable, control: ControlBlock, arenas: Arenas) -> None:
         self._table = table
@@ -67,8 +68,21 @@ class Verifier:
         """Pages of the largest group."""
         return max((table.num_pages for table in self._table.groups.values()), default=0)
 
+    @property
+    def num_unreadable(self) -> int:
+        """Pages whose checksum is known and not compared, because the store cannot read their memory."""
+        return sum(
+            self._stored(name, page) != NO_CHECKSUM
+            for name, table in self._table.groups.items()
+            if table.num_pages and not self._readable(name)
+            for page in range(table.num_pages)
+        )
+
     def checksums(self, pages: range | None = None) -> tuple[list[str], int]:
-        """Compares pages (of every group; None: all) with the checksums they were sealed with: (problems, compared)."""
+        """Compares pages (of every group; None: all) with the checksums they were sealed with: (problems, compared).
+
+        Pages that the store cannot read are left out; ``num_unreadable`` counts them.
+        """
         problems: list[str] = []
         compared = 0
         for name, table in self._table.groups.items():
@@ -89,14 +103,23 @@ class Verifier:
         return problems
 
     def _compare(self, name: str, page: int) -> list[str] | None:
-        """What is wrong with the bytes of one page; None where nothing says what they must be."""
-        stored = int(self._control.pages[name]["checksum"][page])
-        if stored == NO_CHECKSUM or self._table.groups[name].state(page) not in (PageState.SEALED, PageState.CACHED):
+        """What is wrong with the bytes of one page; None where no checksum is known, or the bytes cannot be read."""
+        stored = self._stored(name, page)
+        if stored == NO_CHECKSUM or not self._readable(name):
             return None
         if self._checksum(name, page) == stored:
             return []
         digest = bytes(self._control.pages[name]["hash"][page]).hex()
         return [f"group {name!r}: the checksum of page {page} (hash {digest}) is wrong"]
+
+    def _stored(self, name: str, page: int) -> int:
+        """The checksum that a page was sealed with, or NO_CHECKSUM."""
+        if self._table.groups[name].state(page) not in (PageState.SEALED, PageState.CACHED):
+            return NO_CHECKSUM
+        return int(self._control.pages[name]["checksum"][page])
+
+    def _readable(self, name: str) -> bool:
+        return self._arenas.pages[name].memory.readable
 
     def _checksum(self, group: str, page: int) -> int:
         arena = self._arenas.pages[group]

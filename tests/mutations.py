@@ -54,6 +54,10 @@ TEST_RETENTION, TEST_SEQUENCES = "tests/unit/test_kv_retention.py::", "tests/uni
 TEST_MOVES, TEST_ENGINE = "tests/unit/test_kv_moves.py::", "tests/unit/test_engine_packed.py::"
 TEST_HASH = "tests/unit/test_page_hash.py::"
 TEST_PACKED, TEST_PAGE_CODEC = "tests/scenarios/test_kvstore_packed.py::", "tests/kernels/test_page_codec.py::"
+FRAGMENTS, TEST_FRAGMENTS = "kernels/fragments.py", "tests/kernels/test_fragments.py::"
+CHECKSUM, TEST_CHECKSUM = "kernels/page_checksum.py", "tests/kernels/test_page_checksum.py::"
+GEOMETRY, TEST_GEOMETRY = "kvstore/geometry.py", "tests/unit/test_geometry.py::"
+TEST_ATTENTION, TEST_VERIFY = "tests/kernels/test_attention.py::", "tests/unit/test_kv_verify.py::"
 FLOOR = "return max(0, n - (window + max(t - 1, margin)))"
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -291,6 +295,136 @@ MUTATIONS: tuple[Mutation, ...] = (
         "the scale is dropped where a record is copied",
         ((PAGE_CODEC, "for plane in (planes.codes, planes.scales):\n", "for plane in (planes.codes,):\n"),),
         (TEST_PAGE_CODEC + "test_a_split_page_keeps_the_records_below_the_cut_and_packs_the_rest",),
+    ),
+    Mutation(
+        "fragments of keys with their two halves swapped, in writer and reader alike",
+        ((FRAGMENTS, "16 * m + g + 8 * half", "16 * m + g + 8 * (1 - half)"),),
+        (TEST_FRAGMENTS + "test_bytes_are_those_of_the_definition",),
+    ),
+    Mutation(
+        "fragments of values with their rows in plain order, in writer and reader alike",
+        ((FRAGMENTS, "2 * t + (j >> 1) + 8 * (j & 1)", "4 * t + j"),),
+        (TEST_FRAGMENTS + "test_bytes_are_those_of_the_definition",),
+    ),
+    Mutation(
+        "a lane's words of fragments in pairs instead of fours",
+        ((FRAGMENTS, "together = min(4, words)", "together = min(2, words)"),),
+        (TEST_FRAGMENTS + "test_bytes_are_those_of_the_definition",),
+    ),
+    Mutation(
+        "fragments are read by the writer's map",
+        ((FRAGMENTS, "field_bits, device).argsort()", "field_bits, device)"),),
+        (
+            TEST_FRAGMENTS + "test_every_bit_of_a_group_is_a_bit_of_one_code",
+            TEST_FRAGMENTS + "test_converters_are_inverse",
+            TEST_PAGE_CODEC + "test_pages_of_fragments_hold_and_give_the_same_rows",
+            TEST_ATTENTION + "test_pages_of_fragments_read_as_pages_of_rows",
+            TEST_MOVES + "test_the_order_of_pages_changes_no_row",
+        ),
+    ),
+    Mutation(
+        "the top bits of 3-bit fragments are read as zero",
+        ((FRAGMENTS, "index_select(1, places) << shift", "index_select(1, places) << 0"),),
+        (
+            TEST_FRAGMENTS + "test_converters_are_inverse",
+            TEST_ATTENTION + "test_pages_of_fragments_read_as_pages_of_rows",
+        ),
+    ),
+    Mutation(
+        "scales of a group in the order of its rows, in writer and reader alike",
+        (
+            (FRAGMENTS, "return by_row.transpose(-3, -2).reshape", "return by_row.reshape"),
+            (FRAGMENTS, "return by_place.transpose(-3, -2).reshape", "return by_place.reshape"),
+        ),
+        (TEST_FRAGMENTS + "test_scales_are_those_of_the_definition_and_come_back",),
+    ),
+    Mutation(
+        "rows behind a cut start at their group's first row",
+        ((PAGE_CODEC, "old[:, :, first_row - begin : end - begin] = new", "old[:, :, : end - first_row] = new"),),
+        (
+            TEST_PAGE_CODEC + "test_parts_of_pages_of_fragments_are_copied_and_written_row_by_row",
+            TEST_MOVES + "test_the_order_of_pages_changes_no_row",
+        ),
+    ),
+    Mutation(
+        "a group that is written in part forgets its other rows",
+        (
+            (
+                PAGE_CODEC,
+                "for old, new in zip(whole, records",
+                "for old, new in zip([w.zero_() for w in whole], records",
+            ),
+        ),
+        (
+            TEST_PAGE_CODEC + "test_parts_of_pages_of_fragments_are_copied_and_written_row_by_row",
+            TEST_MOVES + "test_the_order_of_pages_changes_no_row",
+        ),
+    ),
+    Mutation(
+        "fragments are looked at as records",
+        ((PAGE_CODEC, "if self.fragments is not None:", "if False:"),),
+        (TEST_PAGE_CODEC + "test_planes_of_fragments_have_no_records_to_look_at",),
+    ),
+    Mutation(
+        "shared rows become fragments as well",
+        (("kernels/page_layout.py", 'region.kind not in ("k", "v")', 'region.kind not in ("k", "v", "kv")'),),
+        (
+            TEST_LAYOUT + "test_which_regions_version_2_keeps_as_fragments",
+            TEST_GEOMETRY + "test_presets_give_keys_and_shared_rows_the_key_bits",
+        ),
+    ),
+    Mutation(
+        "an unknown page layout version passes",
+        (("kernels/page_layout.py", "VERSIONS = (ROWS, FRAGMENTS)", "VERSIONS = (ROWS, FRAGMENTS, 0, 3, 7)"),),
+        (
+            TEST_LAYOUT + "test_refusals_name_what_is_wrong",
+            TEST_GEOMETRY + "test_what_is_refused_by_name",
+            TEST_GEOMETRY + "test_page_layout_is_the_makers_choice_and_decides_bytes",
+        ),
+    ),
+    Mutation(
+        "a geometry loses its page layout on the wire",
+        ((GEOMETRY, "page_layout_version=message.page_layout_version,", ""),),
+        (
+            TEST_GEOMETRY + "test_proto_round_trip_keeps_everything",
+            TEST_GEOMETRY + "test_page_layout_is_the_makers_choice_and_decides_bytes",
+        ),
+    ),
+    Mutation(
+        "the digest does not cover the page layout",
+        ((GEOMETRY, "planes {self.page_layout_version} page {", "planes 1 page {"),),
+        (TEST_GEOMETRY + "test_digest_covers_group_and_geometry_fields",),
+    ),
+    Mutation(
+        "every piece of a page has the first one's keys",
+        ((CHECKSUM, "keyed += np.uint32(first * KEY_STEP % 2**32)", "pass"),),
+        (TEST_CHECKSUM + "test_long_pages_go_on_with_their_keys",),
+    ),
+    Mutation(
+        "the checksum has no keys",
+        ((CHECKSUM, "* KEY_STEP + KEY_START", "* 0"),),
+        (
+            TEST_CHECKSUM + "test_it_is_the_formula",
+            TEST_CHECKSUM + "test_extremes",
+            TEST_CHECKSUM + "test_pinned",
+            TEST_CHECKSUM + "test_one_bit_two_words_and_two_halves_are_told_apart",
+        ),
+    ),
+    Mutation(
+        "pages in device memory are read by the store",
+        (("kvstore/verify.py", "if stored == NO_CHECKSUM or not self._readable(name):", "if stored == NO_CHECKSUM:"),),
+        (TEST_VERIFY + "test_pages_in_device_memory_are_left_out_and_counted",),
+    ),
+    Mutation(
+        "pages without a known checksum are compared all the same",
+        (
+            (
+                "kvstore/verify.py",
+                "if stored == NO_CHECKSUM or not self._readable(name):",
+                "if not self._readable(name):",
+            ),
+        ),
+        (TEST_VERIFY + "test_a_changed_byte_is_found_in_its_page",),
     ),
     Mutation(
         "a fork shares the tail",

@@ -85,7 +85,7 @@ def test_bytes_stand_where_the_layout_says() -> None:
     b.write_inexact_from(2, 130)
     sections = SHAPE.sections()
     assert mapped[:8] == b"TAILPKCB"
-    assert struct.unpack_from("<IIII", mapped, 8) == (2, 2, 4, 300)
+    assert struct.unpack_from("<IIII", mapped, 8) == (3, 2, 4, 300)
     assert struct.unpack_from("<QQ", mapped, 24) == (SHAPE.num_bytes, 77)
     slot = sections["slots"][0] + 2 * SLOT_DTYPE.itemsize
     assert struct.unpack_from("<QQ", mapped, slot) == (3, 0)

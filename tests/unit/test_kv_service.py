@@ -146,7 +146,12 @@ async def test_a_verify_of_many_pages_lets_other_calls_run(
     monkeypatch.setattr(device.verifier, "checksums", checksums)
     answer, _ = await asyncio.gather(service.Verify(kvstore_pb2.VerifyRequest(), CONTEXT), other())
     assert order[:6] == ["slice", "call"] * 3
-    assert (answer.pages_checked, len(answer.problems)) == (2, 2)
+    assert (answer.pages_checked, answer.pages_unreadable, len(answer.problems)) == (2, 0, 2)
+    arena = device.arenas.pages["full"]
+    in_a_gpu = replace(arena.memory, chunk_bytes=(arena.memory.num_bytes,))
+    device.arenas.pages["full"] = replace(arena, memory=in_a_gpu)
+    answer = await service.Verify(kvstore_pb2.VerifyRequest(), CONTEXT)
+    assert (answer.pages_checked, answer.pages_unreadable, len(answer.problems)) == (0, 2, 0)
 
 
 async def test_a_broken_invariant_fails_the_store(service: KvStoreService) -> None:
