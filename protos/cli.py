@@ -29,6 +29,7 @@ COMMANDS = {
     "up": LazyCommand("worker.cli:up", "Run a whole cluster on this machine.", everyday=True),
     "generate": LazyCommand("router.cli:generate", "Send a prompt and stream the answer.", everyday=True),
     "demo": LazyCommand("worker.cli:demo", "Bring up two workers, answer some prompts, stop again.", everyday=True),
+    "memory": LazyCommand("worker.memory_cli:memory", "Show what takes memory, by owner.", everyday=True),
     "router": LazyCommand("router.cli:router_group", "Run a router by itself."),
     "worker": LazyCommand("worker.cli:worker_group", "Run a worker by itself."),
     "kvstore": LazyCommand("kvstore.cli:kvstore_group", "Run a kvstore by itself, or look into one.", everyday=True),

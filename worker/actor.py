@@ -56,6 +56,10 @@ class WorkerActor:
             os.dup2(descriptor, 2)
             os.close(descriptor)
         logs.configure("worker")
+        if uuid := WorkerConfig.from_dict(config).gpu_uuid:
+            # Ours, not the one that Ray picks at each restart: its memory holds this worker's sequences. CUDA reads it
+            # at its first call.
+            os.environ["CUDA_VISIBLE_DEVICES"] = uuid
         self._config = config
         self._listen = listen
         self._drain_s = drain_s
@@ -101,9 +105,20 @@ class WorkerActor:
         self._ready.set_result(Ready(running.address, info.worker_id, info.incarnation, os.getpid(), longest))
 
 
+def actor_options(config: WorkerConfig) -> dict[str, Any]:
+    """What Ray is told about a worker."""
+    return {
+        "name": config.worker_id,
+        "num_cpus": 0,  # Ray's idea of cores must not decide how many workers fit
+        "num_gpus": 1 if config.on_gpu else 0,
+        "max_restarts": -1,  # for ever
+        "max_task_retries": 0,
+    }
+
+
 def create(config: WorkerConfig, listen: str, *, drain_s: float, log_file: Path | None = None) -> Any:
     """Starts a worker as a named actor of the current Ray namespace. Returns its handle at once; then ask ``ready``."""
     remote = ray.remote(WorkerActor)
-    # num_cpus=0: Ray's idea of cores must not decide how many workers fit; max_restarts=-1: for ever.
-    options = remote.options(name=config.worker_id, num_cpus=0, max_restarts=-1, max_task_retries=0)
-    return options.remote(config.to_dict(), listen, drain_s, str(log_file) if log_file else None)
+    return remote.options(**actor_options(config)).remote(
+        config.to_dict(), listen, drain_s, str(log_file) if log_file else None
+    )

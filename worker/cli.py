@@ -17,10 +17,12 @@ from kernels.widths import PRESETS
 from kvstore.geometry import COMPILED_MODES, ITEM_BYTES
 from protos import logs, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
-from worker.config import ADMISSIONS, DEFAULT_PRESET
+from worker.config import ADMISSIONS, DEFAULT_PRESET, default_dtype
 
 # Choices as the help shows them; WorkerConfig refuses any other.
 _DTYPES = f"[{'|'.join(('auto', *ITEM_BYTES))}]"
+_DTYPE_DEFAULT = "[default: bfloat16 on a GPU, else float32]"
+_DEVICES = "[auto|cpu|cuda]"
 _KV_MODES = f"[{'|'.join(COMPILED_MODES)}]"
 _KV_PRESETS = f"[{'|'.join(PRESETS)}]"
 _ADMISSIONS = f"[{'|'.join(ADMISSIONS)}]"
@@ -62,13 +64,20 @@ def seconds(text: str) -> float:
 )
 @click.option("--listen", default="127.0.0.1:7700", show_default=True, help="Where the router listens.")
 @click.option(
-    "--kv-bytes", type=num_bytes, help="Memory of each worker's KV cache.  [default: what is free, at most 1G]"
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar=_DEVICES,
+    help="cuda: a GPU a worker; auto: if there are any.",
+)
+@click.option(
+    "--kv-bytes",
+    type=num_bytes,
+    help="Memory of each worker's KV cache.  [default: what is free, at most 1G; on a GPU 16G]",
 )
 @click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs.")
 @advanced_option("--name", help="What callers ask for.  [default: the model's]")
-@advanced_option(
-    "--dtype", default="float32", show_default=True, metavar=_DTYPES, help="Of weights, activations and KV."
-)
+@advanced_option("--dtype", metavar=_DTYPES, help=f"Of weights, activations and KV.  {_DTYPE_DEFAULT}")
 @click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept.")
 @advanced_option(
     "--kv-preset", default="", metavar=_KV_PRESETS, help=f"Of mode turboquant.  [default: {DEFAULT_PRESET}]"
@@ -108,8 +117,10 @@ def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> Non
 
 
 @click.command(cls=HelpAllCommand)
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 64), help="How many workers.")
+@click.option("--workers", type=click.IntRange(1, 64), help="How many workers.  [default: 2, or as many as GPUs]")
 @click.option("--model", default="smollm2", show_default=True, help="As for `tailpack up`.")
+@click.option("--device", default="auto", show_default=True, metavar=_DEVICES, help="As for `tailpack up`.")
+@click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept.")
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -117,13 +128,23 @@ def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> Non
 )
 @advanced_option("--max-tokens", default=64, show_default=True, type=click.IntRange(1), help="Of each answer.")
 @advanced_option("--kv-bytes", type=num_bytes, default="256M", show_default=True, help="Each worker's KV cache.")
-def demo(workers: int, model: str, prompts: Path | None, max_tokens: int, kv_bytes: int) -> None:
+def demo(
+    workers: int | None, model: str, device: str, kv_mode: str, prompts: Path | None, max_tokens: int, kv_bytes: int
+) -> None:
     """Bring a cluster up, stream answers to some prompts, show what it took, stop it again."""
     from worker import demo as show
-    from worker.cluster_config import ClusterConfig
+    from worker.cluster_config import ClusterConfig, usable_gpus
 
     logs.configure("demo")
-    config = ClusterConfig.of(model=model, listen="127.0.0.1:0", workers=workers, kv_bytes=kv_bytes, drain_s=1.0)
+    config = ClusterConfig.of(
+        model=model,
+        listen="127.0.0.1:0",
+        workers=workers or min(2, len(usable_gpus(device)) or 2),
+        device=device,
+        kv_mode=kv_mode,
+        kv_bytes=kv_bytes,
+        drain_s=1.0,
+    )
     sys.exit(show.run(config, prompts, max_tokens))
 
 
@@ -139,8 +160,8 @@ def worker_group() -> None:
 @click.option("--worker-id", default="worker-0", show_default=True)
 @click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs.")
 @advanced_option("--name", help="What callers ask for.  [default: the model's]")
-@advanced_option("--device", default="cpu:0", show_default=True)
-@advanced_option("--dtype", default="float32", show_default=True, metavar=_DTYPES, help="Of weights and KV.")
+@advanced_option("--device", default="cpu:0", show_default=True, help="Or a GPU: cuda:0, cuda:GPU-<uuid>.")
+@advanced_option("--dtype", metavar=_DTYPES, help=f"Of weights and KV.  {_DTYPE_DEFAULT}")
 @click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept.")
 @advanced_option(
     "--kv-preset", default="", metavar=_KV_PRESETS, help=f"Of mode turboquant.  [default: {DEFAULT_PRESET}]"
@@ -166,6 +187,7 @@ def serve(model: str, listen: str, drain_s: float, name: str | None, **settings:
 
     logs.configure("worker")
     folder, default_name = resolve_model(model)
+    settings["dtype"] = settings["dtype"] or default_dtype(settings["device"])
     config = WorkerConfig.from_dict({"model": folder, "name": name or default_name, **settings})
 
     async def main() -> None:

@@ -80,6 +80,7 @@ class Cluster:
         return {
             "router": self.router_address,
             "workers": [worker.address for worker in self._workers],
+            "devices": [gpu.device for gpu in self.config.gpus] or ["cpu"],
             "kvstore": str(self.kv_socket),
             "logs": str(self.logs),
             "pids": {
@@ -122,7 +123,9 @@ class Cluster:
         with self._stage("workers") as done:
             self._start_workers(arena_bytes)
             addresses, longest = ", ".join(w.address for w in self._workers), self._workers[0].max_sequence_tokens
-            done(f"{addresses}; {config.name}, {arena_bytes >> 20} MiB of KV each, sequences of up to {longest} tokens")
+            kv = f"{arena_bytes >> 20} MiB of KV each, sequences of up to {longest} tokens"
+            where = f" on {', '.join(gpu.uuid for gpu in config.gpus)}" if config.gpus else ""
+            done(f"{addresses}{where}; {config.name}, {kv}")
         with self._stage("router") as done:
             arguments = ["router", "serve", "--listen", config.listen, "--model-dir", str(config.model)]
             arguments += ["--drain-s", str(config.drain_s)]
@@ -147,6 +150,7 @@ class Cluster:
                 address="local",
                 namespace="tailpack",
                 include_dashboard=False,
+                num_gpus=len(self.config.gpus),
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 logging_level="WARNING",

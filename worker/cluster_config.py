@@ -7,20 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvstore.memory_limit import HEADROOM_BYTES, available_bytes
 from protos import rpc
 from protos.errors import CapacityError, ConfigError, ModelError
 from worker import gguf_model, model_config
-from worker.config import WorkerConfig
+from worker.config import WorkerConfig, default_dtype
+from worker.gpu import Gpu, free_bytes, visible_gpus
 
+DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_ARENA_BYTES = 1 << 30
+DEFAULT_GPU_ARENA_BYTES = 16 << 30
+GPU_HEADROOM_BYTES = 2 << 30  # of each GPU, for CUDA's context, workspaces and activations
 LEAST_ARENA_BYTES = 16 << 20  # taken where nothing is asked for
 LEAST_KV_BYTES = 1 << 20  # that may be asked for
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What to run. ``kv_bytes`` None takes what is free, at most 1 GiB a worker; ``threads`` 0 divides the cores."""
+    """What to run. ``kv_bytes`` None takes what is free, at most 1 GiB a worker (16 GiB on a GPU); ``threads`` 0
+    divides the cores. ``gpus``: of each worker; none: all are on the CPU.
+    """
 
     model: Path
     name: str
@@ -40,20 +48,51 @@ class ClusterConfig:
     prefill_chunk: int = 256
     threads: int = 0
     drain_s: float = 10.0
+    gpus: tuple[Gpu, ...] = ()
 
     @staticmethod
-    def of(model: str, listen: str, *, name: str | None = None, **settings: Any) -> ClusterConfig:
+    def of(
+        model: str,
+        listen: str,
+        *,
+        name: str | None = None,
+        device: str = "auto",
+        dtype: str | None = None,
+        **settings: Any,
+    ) -> ClusterConfig:
         """Checks what can be checked before anything heavy starts, and unpacks a GGUF file once.
 
+        Args:
+            device: "cpu"; "cuda", a GPU for each worker; "auto", which is cuda where torch has one.
+            dtype: None: bfloat16 on GPUs, else float32.
+
         Raises:
-            ConfigError: the address is taken or malformed, a worker's setting is bad, or the cache cannot be written.
+            ConfigError: the address is taken or malformed, a worker's setting is bad, or the cache cannot be written;
+                NO_GPU, NOT_ENOUGH_GPUS.
             ModelError: the model is not there, unreadable, or asks for what is not built.
             CapacityError: NOT_ENOUGH_MEMORY.
         """
         rpc.check_free(listen)
         folder, default_name = resolve_model(model)
         model_config.check_folder(folder, settings.get("max_sequence_tokens", 0))
-        config = ClusterConfig(model=folder, name=name or default_name, listen=listen, **settings)
+        gpus = usable_gpus(device)
+        workers = settings.get("workers", 1)
+        if gpus and workers > len(gpus):
+            raise ConfigError(
+                "there are more workers than GPUs",
+                reason="NOT_ENOUGH_GPUS",
+                given=f"{workers} workers",
+                allowed=f"{len(gpus)} ({', '.join(gpu.name for gpu in gpus)})",
+                hint="lower --workers, or use --device cpu",
+            )
+        config = ClusterConfig(
+            model=folder,
+            name=name or default_name,
+            listen=listen,
+            dtype=dtype or default_dtype("cuda" if gpus else "cpu"),
+            gpus=gpus[:workers],
+            **settings,
+        )
         if config.kv_bytes is not None and config.kv_bytes < LEAST_KV_BYTES:
             raise ConfigError("kv_bytes is too small", given=config.kv_bytes, allowed=f"at least {LEAST_KV_BYTES}")
         config.worker(0, Path("unknown yet"), DEFAULT_ARENA_BYTES)
@@ -79,10 +118,32 @@ class ClusterConfig:
             "max_sequence_tokens": self.max_sequence_tokens,
             "prefill_chunk": self.prefill_chunk,
             "deterministic": self.deterministic,
-            "device": f"cpu:{index}",
+            "device": self.gpus[index].device if self.gpus else f"cpu:{index}",
             "threads": self.threads or max(1, cores // self.workers),
         }
         return WorkerConfig.from_dict(settings)
+
+
+def usable_gpus(device: str) -> tuple[Gpu, ...]:
+    """The GPUs that "auto", "cpu" or "cuda" means here; none: the CPU.
+
+    Raises:
+        ConfigError: there is no such choice; NO_GPU, "cuda" where torch or CUDA has none.
+    """
+    if device not in DEVICES:
+        raise ConfigError("device is not known", given=device, allowed=", ".join(DEVICES))
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return ()
+    gpus = visible_gpus()
+    if not gpus or not torch.cuda.is_available():
+        raise ConfigError(
+            "there is no GPU to use",
+            reason="NO_GPU",
+            given=f"{len(gpus)} GPUs visible; torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
+            allowed="a GPU, its driver and a torch with CUDA",
+            hint="use --device cpu",
+        )
+    return gpus
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
@@ -109,8 +170,10 @@ def arena_bytes_of(config: ClusterConfig) -> int:
     Raises:
         CapacityError: NOT_ENOUGH_MEMORY, they do not fit beside the weights.
     """
-    available, limited_by = available_bytes()
     weights = sum(path.stat().st_size for path in config.model.glob("*.safetensors"))
+    if config.gpus:
+        return _gpu_arena_bytes(config, weights)
+    available, limited_by = available_bytes()
     room = (available - HEADROOM_BYTES) // config.workers - weights
     arena_bytes = config.kv_bytes if config.kv_bytes is not None else min(DEFAULT_ARENA_BYTES, room // 2)
     if arena_bytes > room or (config.kv_bytes is None and arena_bytes < LEAST_ARENA_BYTES):
@@ -121,5 +184,21 @@ def arena_bytes_of(config: ClusterConfig) -> int:
             f"{max(arena_bytes, LEAST_ARENA_BYTES) >> 20} MiB of arenas each",
             allowed=f"{(available - HEADROOM_BYTES) >> 20} MiB for all of it ({limited_by})",
             hint="fewer workers, or a smaller --kv-bytes",
+        )
+    return arena_bytes
+
+
+def _gpu_arena_bytes(config: ClusterConfig, weights: int) -> int:
+    free, fullest = min((free_bytes(gpu), gpu.uuid) for gpu in config.gpus)
+    room = free - GPU_HEADROOM_BYTES - weights
+    arena_bytes = config.kv_bytes if config.kv_bytes is not None else min(DEFAULT_GPU_ARENA_BYTES, room * 3 // 4)
+    if arena_bytes > room or (config.kv_bytes is None and arena_bytes < LEAST_ARENA_BYTES):
+        raise CapacityError(
+            "not enough GPU memory for the KV arenas",
+            reason="NOT_ENOUGH_MEMORY",
+            given=f"{weights >> 20} MiB of weights and {max(arena_bytes, LEAST_ARENA_BYTES) >> 20} MiB of arenas",
+            allowed=f"{(free - GPU_HEADROOM_BYTES) >> 20} MiB for both ({free >> 20} MiB are free on {fullest}, "
+            f"{GPU_HEADROOM_BYTES >> 20} MiB stay free)",
+            hint="a smaller --kv-bytes, or end what else uses this GPU",
         )
     return arena_bytes

@@ -120,6 +120,12 @@ class WorkerConfig:
         return self.device.startswith(GPU)
 
     @property
+    def gpu_uuid(self) -> str:
+        """ "GPU-<uuid>" where the device is named so, else empty."""
+        name = self.device.removeprefix(GPU)
+        return name if self.on_gpu and not name.isdigit() else ""
+
+    @property
     def preset(self) -> str:
         """The preset that kv_mode means; empty but in mode turboquant."""
         return self.kv_preset or (DEFAULT_PRESET if self.kv_mode == "turboquant" else "")
@@ -156,6 +162,11 @@ class WorkerConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``from_dict`` takes back."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(self).items()}
+
+
+def default_dtype(device: str) -> str:
+    """Of weights, activations and KV, where nothing is asked for. ``device``: "cpu..." or "cuda..."."""
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -83,6 +83,11 @@ def find_gpu(device: str) -> Gpu:
     )
 
 
+def store_name(device: str) -> str:
+    """What the kvstore calls a worker's device: a GPU by its UUID. Raises what ``find_gpu`` raises."""
+    return find_gpu(device).device if device.startswith(GPU) else device
+
+
 def torch_device(device: str) -> torch.device:
     """Where a worker on ``device`` computes. Raises what ``find_gpu`` raises."""
     return torch.device("cuda", find_gpu(device).index) if device.startswith(GPU) else torch.device("cpu")

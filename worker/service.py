@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
@@ -23,12 +23,19 @@ SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Sessions, Abort and Info over one engine."""
+    """Sessions, Abort and Info over one engine. ``memory`` says what the worker takes."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, info: types_pb2.WorkerInfo) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: Sessions,
+        info: types_pb2.WorkerInfo,
+        memory: Callable[[], worker_pb2.WorkerMemory],
+    ) -> None:
         self._engine = engine
         self._sessions = sessions
         self._info = info
+        self._memory = memory
         self._draining: str | None = None
 
     def drain(self, why: str) -> None:
@@ -57,7 +64,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.AbortResponse(found=self._engine.abort(request.request_id, tenant=request.tenant))
 
     async def Info(self, request: worker_pb2.InfoRequest, context: Any) -> worker_pb2.InfoResponse:
-        return worker_pb2.InfoResponse(info=self._info, load=self._engine.load())
+        memory = self._memory() if request.with_memory else None
+        return worker_pb2.InfoResponse(info=self._info, load=self._engine.load(), memory=memory)
 
     async def _read(self, messages: AsyncIterator[worker_pb2.RouterMessage], session: RouterSession) -> None:
         """Takes in what the router says until it says no more; then the session ends."""

@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 import torch
@@ -27,7 +28,10 @@ from protos import rpc, types_pb2, worker_pb2_grpc
 from protos.errors import InternalError, KvStoreLost, PreconditionFailed, TailpackError
 from protos.page_hash import PAGE_TOKENS
 from worker.config import WorkerConfig
+from worker.device_memory import DeviceMemory
 from worker.engine import Engine
+from worker.gpu import memory_of, store_name
+from worker.ledger import worker_memory
 from worker.service import SERVICE, WorkerService
 from worker.sessions import Sessions
 from worker.weights import Model, load_model
@@ -61,7 +65,7 @@ async def serve(
         on_ready: called once, when requests are taken.
 
     Raises:
-        ConfigError, ModelError, PreconditionFailed, CapacityError: it cannot start.
+        ConfigError, ModelError, PreconditionFailed, CapacityError: it cannot start. Among them NO_SUCH_GPU.
         KvStoreLost: the kvstore went away; the mapped memory is no longer this worker's.
         InternalError: the engine stopped at a broken invariant, or does not stop; then the KV memory goes to nobody
             else before this process is gone.
@@ -78,8 +82,9 @@ async def serve(
     def break_down(why: TailpackError) -> None:  # any thread
         loop.call_soon_threadsafe(settle, why)
 
+    device = store_name(config.device)
     model = await asyncio.to_thread(load_model, config)
-    attachment = await asyncio.to_thread(_attach, config, model, break_down)
+    attachment = await asyncio.to_thread(_attach, config, device, model, break_down)
     model = _within(model, attachment)
     with attachment:
         sessions = Sessions(loop)
@@ -90,8 +95,8 @@ async def serve(
             sessions.emit,
             on_failed=break_down,
         )
-        info = _info(config, model)
-        service = WorkerService(engine, sessions, info)
+        info = _info(config, device, model)
+        service = WorkerService(engine, sessions, info, partial(worker_memory, config, model, device))
         server = rpc.RpcServer("worker")
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, SERVICE)
         engine.start()
@@ -119,15 +124,17 @@ async def serve(
         raise broken.result()
 
 
-def _attach(config: WorkerConfig, model: Model, break_down: Callable[[TailpackError], None]) -> Attachment:
+def _attach(config: WorkerConfig, device: str, model: Model, break_down: Callable[[TailpackError], None]) -> Attachment:
     """Attaches. A predecessor killed a moment ago may still be in the store's books, so DEVICE_BUSY is retried."""
     deadline = time.monotonic() + ATTACH_RETRY_S
+    memory = DeviceMemory(memory_of(device)) if config.on_gpu else None
     while True:
         try:
             return attach(
                 config.kv_socket,
                 worker_id=config.worker_id,
-                device=config.device,
+                device=device,
+                device_memory=memory,
                 geometry=model.geometry,
                 arena_bytes=config.arena_bytes,
                 max_sequences=config.num_slots,
@@ -162,13 +169,13 @@ def _within(model: Model, attachment: Attachment) -> Model:
     return dataclasses.replace(model, info=info)
 
 
-def _info(config: WorkerConfig, model: Model) -> types_pb2.WorkerInfo:
+def _info(config: WorkerConfig, device: str, model: Model) -> types_pb2.WorkerInfo:
     return types_pb2.WorkerInfo(
         worker_id=config.worker_id,
         incarnation=secrets.token_hex(8),
         model=model.info,
         kv_mode=f"{config.kv_mode} {config.preset}".strip(),
-        device=config.device,
+        device=device,
         geometry_digest=model.geometry.digest(),
         deterministic=config.deterministic,
         max_running=config.max_running,

@@ -113,6 +113,7 @@ def _greet(cluster: Cluster, console: Console) -> None:
     router = "" if cluster.router_address == "127.0.0.1:7700" else f" --router {cluster.router_address}"
     for what, command in (
         ("Try:", f"{program} generate{router} 'What is the capital of France?'"),
+        ("Mem:", f"{program} memory{router}"),
         ("KV: ", f"{program} kvstore stats --kv-socket {shlex.quote(str(cluster.kv_socket))}"),
     ):
         console.print(Text.assemble(f"{what}  ", (command, "bold")), soft_wrap=True)

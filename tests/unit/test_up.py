@@ -96,6 +96,7 @@ def test_an_interrupted_start_is_no_success(
     printed = capsys.readouterr().out.splitlines()
     hints = [
         "Try:  tailpack generate --router 127.0.0.1:7701 'What is the capital of France?'",
+        "Mem:  tailpack memory --router 127.0.0.1:7701",
         "KV:   tailpack kvstore stats --kv-socket /tmp/tp-x/kvstore.sock",
     ]
     assert [line for line in printed if "tailpack" in line] == ([] if early else hints)

@@ -1,0 +1,53 @@
+"""`tailpack memory` against a real worker and its real store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from tests.scenarios.kvstore_process import StoreProcess
+from tests.unit.tiny import config_for, write_model
+from worker import shell
+from worker.memory_cli import memory
+from worker.weights import load_model
+
+
+async def test_every_owner_is_named_and_counted(tmp_path: Path) -> None:
+    with StoreProcess() as store:
+        config = replace(
+            config_for(write_model(tmp_path), kv_mode="turboquant", max_running=2),
+            kv_socket=store.socket,
+            arena_bytes=2 << 20,
+        )
+        weights = load_model(config).info.num_parameters * 4
+        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(shell.serve(config, "127.0.0.1:0", stop, on_ready=ready.set_result))
+        address = (await asyncio.wait_for(ready, 60)).address
+        as_json = await asyncio.to_thread(CliRunner().invoke, memory, ["--worker", address, "--json"])
+        as_table = await asyncio.to_thread(CliRunner().invoke, memory, ["--worker", address])
+        device = store.device()
+        stop.set()
+        await asyncio.wait_for(serving, 60)
+    assert as_json.exit_code == 0, as_json.output
+    answer: dict[str, Any] = json.loads(as_json.output)
+    assert answer["stores_not_asked_on"] == []
+    (host,) = answer["places"]
+    assert (host["host"], host["memory"], host["total_bytes"]) == (platform.node(), "host", None)
+    uses = {(use["holder"], use["owner"]): use["num_bytes"] for use in host["uses"]}
+    (group,) = device.groups
+    assert uses.pop(("w", "process")) > 10 << 20
+    assert uses == {
+        ("w", "weights"): weights,
+        ("cpu:0", "pages full"): group.pages_total * group.page_bytes,
+        ("cpu:0", "tails full"): group.tail_slots_total * group.tail_slot_bytes,
+        ("cpu:0", "control block"): device.control_bytes,
+    }
+    assert group.arena_bytes == uses["cpu:0", "pages full"] + uses["cpu:0", "tails full"]
+    for word in ("weights", "pages full", "tails full", "control block", "together"):
+        assert word in as_table.output

@@ -1,0 +1,94 @@
+"""`tailpack up` on GPUs, before anything starts: which it takes, and what it refuses by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import CapacityError, ConfigError
+from tests.unit.tiny import write_model
+from worker import cluster_config
+from worker.actor import actor_options
+from worker.cluster_config import DEFAULT_GPU_ARENA_BYTES, GPU_HEADROOM_BYTES, ClusterConfig, arena_bytes_of
+from worker.gpu import Gpu
+
+GPUS = tuple(Gpu(i, f"GPU-{i}0000000-1111-2222-3333-444444444444", "NVIDIA H200", 139 << 30) for i in range(2))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = write_model(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What there is; changed by the test."""
+    there: dict[str, Any] = {"torch": True, "gpus": GPUS, "free": 100 << 30}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there["torch"])
+    monkeypatch.setattr(cluster_config, "visible_gpus", lambda: there["gpus"])
+    monkeypatch.setattr(cluster_config, "free_bytes", lambda gpu: there["free"])
+    return there
+
+
+def config(model: Path, **settings: Any) -> ClusterConfig:
+    return ClusterConfig.of(model=str(model), listen="127.0.0.1:0", **settings)
+
+
+def test_a_gpu_is_used_where_one_is_there(model: Path, machine: dict[str, Any]) -> None:
+    made = config(model, workers=2)
+    assert (made.gpus, made.dtype) == (GPUS, "bfloat16")
+    workers = [made.worker(i, Path("s"), 1 << 30) for i in range(2)]
+    assert [w.device for w in workers] == [f"cuda:{gpu.uuid}" for gpu in GPUS]
+    assert [w.gpu_uuid for w in workers] == [gpu.uuid for gpu in GPUS]
+    assert [actor_options(w)["num_gpus"] for w in workers] == [1, 1]
+    assert config(model).gpus == GPUS[:1]
+    assert config(model, dtype="float16").dtype == "float16"
+
+
+@pytest.mark.parametrize(("device", "torch_has_one"), [("cpu", True), ("auto", False)])
+def test_else_the_cpu(model: Path, machine: dict[str, Any], device: str, torch_has_one: bool) -> None:
+    machine["torch"] = torch_has_one
+    made = config(model, device=device, workers=3)
+    assert (made.gpus, made.dtype) == ((), "float32")
+    worker = made.worker(2, Path("s"), 1 << 30)
+    assert (worker.device, worker.gpu_uuid, actor_options(worker)["num_gpus"]) == ("cpu:2", "", 0)
+
+
+@pytest.mark.parametrize(("torch_has_one", "gpus"), [(False, GPUS), (True, ()), (False, ())])
+def test_cuda_that_is_asked_for_and_not_there_is_refused(
+    model: Path, machine: dict[str, Any], torch_has_one: bool, gpus: tuple[Gpu, ...]
+) -> None:
+    machine.update(torch=torch_has_one, gpus=gpus)
+    with pytest.raises(ConfigError) as caught:
+        config(model, device="cuda")
+    assert caught.value.reason == "NO_GPU"
+
+
+def test_more_workers_than_gpus_are_refused(model: Path, machine: dict[str, Any]) -> None:
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match="2 \\(NVIDIA H200, NVIDIA H200\\)") as caught:
+            config(model, device=device, workers=3)
+        assert caught.value.reason == "NOT_ENOUGH_GPUS"
+
+
+def test_a_device_that_is_no_choice_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="auto, cpu, cuda"):
+        config(model, device="gpu")
+
+
+def test_arenas_take_what_the_fullest_gpu_has_left(model: Path, machine: dict[str, Any]) -> None:
+    weights = (model / "model.safetensors").stat().st_size
+    assert arena_bytes_of(config(model)) == DEFAULT_GPU_ARENA_BYTES
+    machine["free"] = GPU_HEADROOM_BYTES + weights + (4 << 30)
+    assert arena_bytes_of(config(model)) == 3 << 30
+    assert arena_bytes_of(config(model, kv_bytes=4 << 30)) == 4 << 30
+    with pytest.raises(CapacityError, match=GPUS[0].uuid) as caught:
+        config(model, kv_bytes=(4 << 30) + 1)
+    assert caught.value.reason == "NOT_ENOUGH_MEMORY"
+    machine["free"] = GPU_HEADROOM_BYTES
+    with pytest.raises(CapacityError):
+        config(model)

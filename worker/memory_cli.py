@@ -1,0 +1,153 @@
+"""``tailpack memory``: what takes memory, by owner, as the workers and their kvstores tell it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from kvstore import client
+from protos import kvstore_pb2, router_pb2, router_pb2_grpc, rpc, worker_pb2, worker_pb2_grpc
+from protos.cli_options import HelpAllCommand
+
+TIMEOUT_S = 5.0
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class Use:
+    """``holder``: the worker, or the device whose KV memory the store of that machine holds."""
+
+    holder: str
+    owner: str
+    num_bytes: int
+
+
+@dataclass
+class Place:
+    """One memory of one machine. Of a GPU all is known: ``total_bytes`` = uses + ``other_bytes`` + ``free_bytes``."""
+
+    host: str
+    memory: str
+    uses: list[Use] = field(default_factory=list)
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+
+    @property
+    def known_bytes(self) -> int:
+        return sum(use.num_bytes for use in self.uses)
+
+    @property
+    def other_bytes(self) -> int | None:
+        """Nobody's of ours: CUDA's contexts and code, and other programs."""
+        if self.total_bytes is None or self.free_bytes is None:
+            return None
+        return max(0, self.total_bytes - self.free_bytes - self.known_bytes)
+
+
+@click.command(cls=HelpAllCommand)
+@click.option(
+    "--router", default="127.0.0.1:7700", show_default=True, metavar="HOST:PORT", help="Whose workers to ask."
+)
+@click.option("--worker", "workers", multiple=True, metavar="HOST:PORT", help="Ask this one instead; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+def memory(router: str, workers: tuple[str, ...], as_json: bool) -> None:
+    """Show what takes memory, by owner: weights, workspaces, KV pages and tails, on hosts and GPUs.
+
+    A kvstore is asked through its socket, so only those on this machine are in the answer.
+    """
+    infos = [_info(address) for address in workers or _workers_of(router)]
+    here = platform.node()
+    sockets = dict.fromkeys(info.memory.kv_socket for info in infos if info.memory.host == here)
+    places = gathered(infos, {here: [client.stats(Path(socket)) for socket in sockets if socket]})
+    missing = sorted({info.memory.host for info in infos} - {here})
+    if as_json:
+        click.echo(json.dumps({"places": [_as_json(place) for place in places], "stores_not_asked_on": missing}))
+        return
+    console = Console()
+    for place in places:
+        console.print(_table(place))
+    if missing:
+        console.print(f"The kvstores of {', '.join(missing)} are not on this machine and were not asked.")
+
+
+def gathered(
+    workers: Iterable[worker_pb2.InfoResponse], stores: dict[str, Sequence[kvstore_pb2.KvStatsResponse]]
+) -> list[Place]:
+    """All uses by the memory they are of, hosts first. ``stores``: by the name of their machine."""
+    places: dict[tuple[str, str], Place] = {}
+
+    def add(host: str, memory: str, use: Use) -> Place:
+        place = places.setdefault((host, memory), Place(host, memory))
+        place.uses.append(use)
+        return place
+
+    for answer in workers:
+        told = answer.memory
+        for use in told.uses:
+            place = add(told.host, use.memory, Use(answer.info.worker_id, use.owner, use.num_bytes))
+            if use.memory != HOST:
+                place.total_bytes, place.free_bytes = told.gpu_total_bytes, told.gpu_free_bytes
+    for host, answers in stores.items():
+        for device in (device for answer in answers for device in answer.devices):
+            arenas = device.device if device.memory == "device" else HOST
+            for group in device.groups:
+                pages, tails = group.pages_total * group.page_bytes, group.tail_slots_total * group.tail_slot_bytes
+                for owner, size in (
+                    (f"pages {group.group}", pages),
+                    (f"tails {group.group}", tails),
+                    (f"rounding {group.group}", group.arena_bytes - pages - tails),
+                ):
+                    if size:
+                        add(host, arenas, Use(device.device, owner, size))
+            add(host, HOST, Use(device.device, "control block", device.control_bytes))
+    return sorted(places.values(), key=lambda place: (place.host, place.memory != HOST, place.memory))
+
+
+def _workers_of(router: str) -> list[str]:
+    with rpc.sync_channel(router) as channel:
+        try:
+            stub = router_pb2_grpc.RouterStub(channel)
+            answer = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError as failure:
+            raise rpc.error_from(failure) from failure
+    return [worker.address for worker in answer.workers if worker.state in ("ready", "draining")]
+
+
+def _info(address: str) -> worker_pb2.InfoResponse:
+    with rpc.sync_channel(address) as channel:
+        try:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            return stub.Info(worker_pb2.InfoRequest(with_memory=True), timeout=TIMEOUT_S)
+        except grpc.RpcError as failure:
+            raise rpc.error_from(failure) from failure
+
+
+def _as_json(place: Place) -> dict[str, Any]:
+    return {**asdict(place), "known_bytes": place.known_bytes, "other_bytes": place.other_bytes}
+
+
+def _table(place: Place) -> Table:
+    table = Table("of", "owner", box=None, title=f"{place.memory} of {place.host}", title_justify="left")
+    table.add_column("MiB", justify="right")
+    for use in place.uses:
+        table.add_row(use.holder, use.owner, _mib(use.num_bytes))
+    if place.total_bytes is None:
+        table.add_row("", "together", _mib(place.known_bytes))
+        return table
+    table.add_row("", "context, code, other programs", _mib(place.other_bytes or 0))
+    table.add_row("", "free", _mib(place.free_bytes or 0))
+    table.add_row("", "together", _mib(place.total_bytes))
+    return table
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f}"
