@@ -179,24 +179,22 @@ template <int D, int BITS> struct TurboQuantFormat {
 template <typename FormatOf> struct RingRows {
     using Format = FormatOf;
     static constexpr bool kCached = false;
-    const uint8_t *k, *v;
-    int64_t row_stride;
-    int32_t first, ring_rows;
+    const DecodeArgs& args;
+    int32_t slot, kv_head, first;
 
-    __device__ __forceinline__ RingRows(const DecodeArgs& args, const Item& item, int kv_head) {
-        const int64_t slot = args.tail_slots[item.sequence];
-        k = args.k_tail + slot * args.k_tail_slot_stride + kv_head * args.tail_head_stride;
-        v = args.v_tail + slot * args.v_tail_slot_stride + kv_head * args.tail_head_stride;
-        row_stride = args.tail_row_stride;
-        ring_rows = static_cast<int32_t>(args.ring_rows);
-        first = item.first % ring_rows;
-    }
+    __device__ __forceinline__ RingRows(const DecodeArgs& args, const Item& item, int kv_head)
+        : args(args), slot(args.tail_slots[item.sequence]), kv_head(kv_head),
+          first(item.first % static_cast<int32_t>(args.ring_rows)) {}
     __device__ __forceinline__ int64_t offset(int row) const { // an item is never longer than the ring
-        const int32_t at = first + row;
-        return (at < ring_rows ? at : at - ring_rows) * row_stride;
+        const int32_t at = first + row, ring_rows = static_cast<int32_t>(args.ring_rows);
+        return (at < ring_rows ? at : at - ring_rows) * args.tail_row_stride + kv_head * args.tail_head_stride;
     }
-    __device__ __forceinline__ const uint8_t* key(int row) const { return k + offset(row); }
-    __device__ __forceinline__ const uint8_t* value(int row) const { return v + offset(row); }
+    __device__ __forceinline__ const uint8_t* key(int row) const {
+        return args.k_tail + slot * args.k_tail_slot_stride + offset(row);
+    }
+    __device__ __forceinline__ const uint8_t* value(int row) const {
+        return args.v_tail + slot * args.v_tail_slot_stride + offset(row);
+    }
     __device__ __forceinline__ float key_scale(int) const { return 1.0f; }
     __device__ __forceinline__ float value_scale(int) const { return 1.0f; }
 };
@@ -264,20 +262,23 @@ template <int D, typename T, typename Format> struct QueryRow {
     }
 };
 
-// Which rows of an item the two vectors in this lane's columns see: [first, last], as rows of the item.
-struct Visible {
-    int32_t first[2], last[2];
+// Where the two vectors in this lane's columns stand, as rows of an item: row r is seen if it is not behind them and less
+// than a window before them.
+struct Positions {
+    static constexpr int kNoVector = -(1 << 30); // and no window reaches that far
+    int32_t own[2];
 
-    __device__ __forceinline__ Visible(const DecodeArgs& args, const Item& item, int first_vector) {
+    __device__ __forceinline__ Positions(const DecodeArgs& args, const Item& item, int first_vector) {
         const int num_vectors = static_cast<int>(args.num_queries * args.group), group = static_cast<int>(args.group);
-        const int num_tokens = args.num_tokens[item.sequence];
+        const int first_query = args.num_tokens[item.sequence] - static_cast<int>(args.num_queries) - item.first;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int vector = first_vector + 2 * static_cast<int>(threadIdx.x % 4) + i;
-            const int position = num_tokens - static_cast<int>(args.num_queries) + vector / group;
-            last[i] = vector < num_vectors ? min(position - item.first, item.count - 1) : -1;
-            first[i] = args.window ? position - static_cast<int>(args.window) + 1 - item.first : 0;
+            own[i] = vector < num_vectors ? first_query + vector / group : kNoVector;
         }
+    }
+    __device__ __forceinline__ bool see(int i, int row, int window) const {
+        return row <= own[i] && (window == 0 || row > own[i] - window);
     }
 };
 
@@ -320,8 +321,9 @@ template <int D, typename Source, int TILES> struct RowStream {
 //   out[c * out_stride + dim], f32, dims in natural order, and ml[2 c], ml[2 c + 1]: sum of p v, m and l of column c as
 //   in decode_args.cuh; a column of no vector, or one that sees nothing, gets 0, -inf and 0. Both lie in shared memory
 //   of the warp's own (each lane writes, and adds to, its own elements); a stride of 1 mod 16 has no bank conflicts.
-// q: rows at multiples of 16 bytes. TILES: tiles of a round; where TILES * num_warps * 16 covers the item, one is all.
-template <int D, typename T, typename Source, int COLUMNS, bool SOFTCAP, int TILES>
+// q: rows at multiples of 16 bytes. TILES: tiles of a round. ONE_ROUND: the caller knows that the item has no more than
+// TILES * num_warps of them; then nothing is carried from round to round.
+template <int D, typename T, typename Source, int COLUMNS, bool SOFTCAP, int TILES, bool ONE_ROUND = false>
 __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const Source& source, const Item& item, int kv_head,
                                                  int first_vector, int warp, int num_warps, float* out, int out_stride,
                                                  float* ml) {
@@ -331,12 +333,13 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
     constexpr int kEights = Format::kLaneDims / 8;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const QueryRow<D, T, Format> query(args, item, kv_head, first_vector);
-    const Visible visible(args, item, first_vector);
+    const Positions positions(args, item, first_vector);
+    const int window = static_cast<int>(args.window);
     const float to_log2 = args.sm_scale * (SOFTCAP ? 1.0f : kLog2e) * Format::unit();
     float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}; // of columns 2 t and 2 t + 1; l of own rows
 
     const int num_tiles = (item.count + kTileRows - 1) / kTileRows;
-    for (int first_tile = warp; first_tile < num_tiles; first_tile += TILES * num_warps) {
+    for (int first_tile = warp; first_tile < num_tiles; first_tile = ONE_ROUND ? num_tiles : first_tile + TILES * num_warps) {
         Stream keys, values;
         float k_scale[TILES][2], v_scale[TILES][2];
 #pragma unroll
@@ -390,7 +393,7 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
                     const float e = exp2_fast(s * (2.0f * kLog2e / args.softcap));
                     s = args.softcap * kLog2e * (1.0f - divide_fast(2.0f, 1.0f + e));
                 }
-                x[tile][i] = row >= visible.first[i % 2] && row <= visible.last[i % 2] ? s : minus_infinity();
+                x[tile][i] = row < item.count && positions.see(i % 2, row, window) ? s : minus_infinity();
                 top[i % 2] = fmaxf(top[i % 2], x[tile][i]);
             }
         float kept[2]; // what the output so far is worth against the new maximum
@@ -416,7 +419,7 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
                                                                           : pack_halves<Compute>(p0, p1));
             }
 
-        const bool more = first_tile != warp; // out holds the rounds before
+        const bool more = !ONE_ROUND && first_tile != warp; // out holds the rounds before
 #pragma unroll 1
         for (int group = 0; group < Stream::kSteps; group += Stream::kGroup)
 #pragma unroll
