@@ -102,12 +102,18 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 
 // Copies by a whole warp (the producer's) into shared memory that complete at an mbarrier. A phase is:
 //   stage_begin(full, all bytes of the phase); stage_copy(...) once or more; stage_end(full).
+// or stage_lane_copy in the place of stage_copy: each lane copies a piece of its own.
 // The barrier is made with kStageArrivals arrivals. All 32 lanes call all three. Addresses and sizes: multiples of 16.
 #if defined(TAILPACK_NO_BULK_COPY) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900)
 constexpr uint32_t kStageArrivals = 32;
 __device__ __forceinline__ void stage_begin(uint32_t, uint32_t) {}
 __device__ __forceinline__ void stage_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t, uint64_t) {
     for (uint32_t at = 16 * (threadIdx.x % 32); at < bytes; at += 512)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(static_cast<const uint8_t*>(from) + at)
+                     : "memory");
+}
+__device__ __forceinline__ void stage_lane_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t) {
+    for (uint32_t at = 0; at < bytes; at += 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(static_cast<const uint8_t*>(from) + at)
                      : "memory");
 }
@@ -131,6 +137,11 @@ __device__ __forceinline__ void stage_copy(uint32_t to, const void* from, uint32
                      "l"(from), "r"(bytes), "r"(full), "l"(policy)
                      : "memory");
 }
+__device__ __forceinline__ void stage_lane_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t full) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(full)
+                 : "memory");
+}
 __device__ __forceinline__ void stage_end(uint32_t) {}
 __device__ __forceinline__ uint64_t evict_first_policy() {
     uint64_t policy;
@@ -142,6 +153,27 @@ __device__ __forceinline__ uint64_t evict_last_policy() {
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+#endif
+
+// Copies out of shared memory, each lane a piece of its own (none where bytes is 0). Order: the lane writes its piece, or
+// others do and __syncwarp; lane_copy_out; before the piece is written again: lane_copy_out_wait.
+#if defined(TAILPACK_NO_BULK_COPY) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900)
+__device__ __forceinline__ void lane_copy_out(void* to, const void* from, uint32_t bytes) {
+    for (uint32_t at = 0; at < bytes; at += 16)
+        *reinterpret_cast<uint4*>(static_cast<uint8_t*>(to) + at) =
+            *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(from) + at);
+}
+__device__ __forceinline__ void lane_copy_out_wait() {}
+#else
+__device__ __forceinline__ void lane_copy_out(void* to, const void* from, uint32_t bytes) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (bytes > 0)
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                     "r"(bytes)
+                     : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void lane_copy_out_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 #endif
 
 // ---- programmatic dependent launch (nothing before sm_90: there a launch waits for the one before it)
@@ -182,6 +214,12 @@ __device__ __forceinline__ float tanh_fast(float x) { // 2^-11
     return r;
 }
 __device__ __forceinline__ float divide_fast(float a, float b) { return __fdividef(a, b); } // 2 ulp; 0 for b >= 2^126
+// a * b + c rounded once, then clamped to [0, 1]; NaN gives 0.
+__device__ __forceinline__ float fma_saturated(float a, float b, float c) {
+    float r;
+    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+    return r;
+}
 // a * b + c of 32 bits on the multiplier's pipe. With b from a kernel parameter ptxas cannot turn it into logic.
 __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r;
@@ -265,6 +303,38 @@ template <> __device__ __forceinline__ uint32_t multiply_halves<__half>(uint32_t
 
 // Ends the launch with an error: going on would write into memory of others.
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
+
+// The two halves of a register as floats, exactly.
+template <typename T> __device__ __forceinline__ void halves_to_floats(uint32_t halves, float& low, float& high);
+template <> __device__ __forceinline__ void halves_to_floats<__nv_bfloat16>(uint32_t halves, float& low, float& high) {
+    low = __uint_as_float(halves << 16);
+    high = __uint_as_float(halves & 0xffff0000u);
+}
+template <> __device__ __forceinline__ void halves_to_floats<__half>(uint32_t halves, float& low, float& high) {
+    asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+        : "=f"(low), "=f"(high)
+        : "r"(halves));
+}
+// Half by half the larger magnitude. NaN if either is; the sign bits mean nothing.
+template <typename T> __device__ __forceinline__ uint32_t max_magnitudes(uint32_t a, uint32_t b);
+template <> __device__ __forceinline__ uint32_t max_magnitudes<__nv_bfloat16>(uint32_t a, uint32_t b) {
+    uint32_t r;
+#if __CUDA_ARCH__ >= 860
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+#endif
+    return r;
+}
+template <> __device__ __forceinline__ uint32_t max_magnitudes<__half>(uint32_t a, uint32_t b) {
+    uint32_t r;
+#if __CUDA_ARCH__ >= 860
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+#endif
+    return r;
+}
 
 // ---- time, for the phase-timing variant
 

@@ -86,6 +86,11 @@ inline void stage_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t, 
     for (uint32_t at = 16 * (threadIdx.x % 32); at < bytes; at += 512)
         cta::start_lane_copy(to + at, static_cast<const uint8_t*>(from) + at, 16, where);
 }
+inline void stage_lane_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t, Where where = Where::here()) {
+    cta::thread->stage_calls++;
+    for (uint32_t at = 0; at < bytes; at += 16)
+        cta::start_lane_copy(to + at, static_cast<const uint8_t*>(from) + at, 16, where);
+}
 inline void stage_end(uint32_t full, Where where = Where::here()) {
     cta::thread->stage_calls++;
     cta::arrive_after_lane_copies(full, where);
@@ -103,10 +108,22 @@ inline void stage_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t f
     cta::thread->stage_calls++;
     if (threadIdx.x % 32 == 0) cta::start_bulk_copy(to, from, bytes, full, where);
 }
+inline void stage_lane_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t full, Where where = Where::here()) {
+    cta::thread->stage_calls++;
+    cta::start_bulk_copy(to, from, bytes, full, where);
+}
 inline void stage_end(uint32_t) { cta::thread->stage_calls++; }
 #endif
 inline uint64_t evict_first_policy() { return 0; }
 inline uint64_t evict_last_policy() { return 0; }
+
+inline void lane_copy_out(void* to, const void* from, uint32_t bytes, Where where = Where::here()) {
+    if (bytes == 0) return;
+    const uintptr_t together = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
+    if (together % 16 != 0) cta::fail("lane_copy_out: addresses and sizes are multiples of 16", where);
+    std::memcpy(to, cta::shared_pointer(cta::shared_address(from, where), bytes, 16, "lane_copy_out", where), bytes);
+}
+inline void lane_copy_out_wait() {}
 
 // ---- programmatic dependent launch: launches here run one after the other
 
@@ -129,6 +146,7 @@ inline float exp2_fast(float x) { return flush_to_zero(std::exp2(flush_to_zero(x
 inline float log2_fast(float x) { return std::log2(flush_to_zero(x)); }
 inline float tanh_fast(float x) { return std::tanh(x); }
 inline float divide_fast(float a, float b) { return __fdividef(a, b); }
+inline float fma_saturated(float a, float b, float c) { return __saturatef(std::fma(a, b, c)); }
 inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }
 
 // ---- halves in registers
@@ -220,6 +238,16 @@ inline void mma_half(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
     mma<2, float>("mma_half", where, c, {a0, a1, a2, a3}, {b0, b1}, half_of<T>, half_of<T>);
 }
 // ---- broken invariants
+
+template <typename T> inline void halves_to_floats(uint32_t halves, float& low, float& high) {
+    low = half_of<T>(halves, 0);
+    high = half_of<T>(halves, 1);
+}
+// Magnitudes of halves order like their bits, NaN above infinity.
+template <typename T> inline uint32_t max_magnitudes(uint32_t a, uint32_t b) {
+    const uint32_t low = max(a & 0x7fffu, b & 0x7fffu), high = max(a & 0x7fff0000u, b & 0x7fff0000u);
+    return low | high;
+}
 
 inline void trap(Where where = Where::here()) { cta::fail("trap", where); }
 
