@@ -6,7 +6,7 @@
 // attend may be launched programmatically dependent on it.
 //
 //   prepare_packed<..>   DecodeArgs::queries = QueryBlock [num_sequences][kv_heads][ceil(num_vectors / VECTORS)]
-//   prepare_rows<..>     DecodeArgs::queries = T [num_sequences][kv_heads][num_vectors][D], unscaled; rotated if ROTATED.
+//   prepare_rows<..>     if ROTATED, DecodeArgs::queries = f32 [num_sequences][kv_heads][num_vectors][D], rotated, unscaled.
 #pragma once
 
 #include "plan.cuh"
@@ -120,14 +120,14 @@ __device__ __forceinline__ void prepare_rows(const DecodeArgs& args) {
         return;
     }
     const int num_vectors = static_cast<int>(args.num_queries * args.group), vector = place.chunk * VECTORS + warp;
-    if (vector >= num_vectors) return;
+    if (!ROTATED || vector >= num_vectors) return;
     float x[D / 32];
     load_query<T, D>(x, query_row<T>(args, place.sequence, place.kv_head, vector), lane);
-    if constexpr (ROTATED) rotate_row<D>(x, lane);
+    rotate_row<D>(x, lane);
     const int64_t pair = static_cast<int64_t>(place.sequence) * args.kv_heads + place.kv_head;
-    T* out = reinterpret_cast<T*>(args.queries) + (pair * num_vectors + vector) * D;
+    float* out = reinterpret_cast<float*>(args.queries) + (pair * num_vectors + vector) * D;
 #pragma unroll
-    for (int j = 0; j < D / 32; j++) out[32 * j + lane] = T(x[j]);
+    for (int j = 0; j < D / 32; j++) out[32 * j + lane] = x[j];
 }
 
 } // namespace tailpack

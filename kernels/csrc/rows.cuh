@@ -20,7 +20,6 @@
 namespace tailpack {
 
 constexpr int kTileRows = 16;
-constexpr int kPairsAhead = 4; // of loads, a lane: 8 loads of 16 bytes under way
 constexpr float kLog2e = 1.44269504f;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -46,12 +45,12 @@ template <> struct ProbabilityBias<__half> {
 // decode: the i-th eight dims of a Raw as four words of two halves; `chunk` is their place in the row, in eights.
 // Word j holds dims pair_dim(j, 0) (low half) and pair_dim(j, 1); arrange() puts q's natural words into that order.
 // kScaled: the row has an f32 scale still to be multiplied by unit(). kRotated: q is the one that prepare rotated.
-// kRowBytes: bytes from row to row in a page; 0: as the arguments say.
+// kRowBytes: bytes from row to row in a page; 0: as the arguments say. kPairsAhead: pairs of loads under way, a lane.
 
 template <int D, typename T> struct DenseFormat {
     using Compute = T;
     using Raw = uint4;
-    static constexpr int kLaneDims = 8, kRowBytes = 0;
+    static constexpr int kLaneDims = 8, kRowBytes = 0, kPairsAhead = 4;
     static constexpr bool kScaled = false, kRotated = false;
     static __device__ constexpr float unit() { return 1.0f; }
     template <bool CACHED> static __device__ __forceinline__ Raw load(const uint8_t* row, int step, int t) {
@@ -70,7 +69,7 @@ template <int D, typename T> struct DenseFormat {
 template <int D> struct Fp8Format {
     using Compute = __nv_bfloat16;
     using Raw = uint4;
-    static constexpr int kLaneDims = 16, kRowBytes = D;
+    static constexpr int kLaneDims = 16, kRowBytes = D, kPairsAhead = 4;
     static constexpr bool kScaled = true, kRotated = false;
     static __device__ constexpr float unit() { return 1.0f; }
     template <bool CACHED> static __device__ __forceinline__ Raw load(const uint8_t* row, int step, int t) {
@@ -102,13 +101,12 @@ template <int D> struct Fp8Format {
 // byte tables.
 template <int D, int BITS> struct TurboQuantFormat {
     using Compute = __nv_bfloat16;
-    // 3 bits: eight codes lie in two words. Else as much as one load takes, so that a row's loads are wide.
-    static constexpr int kLaneDims = BITS == 3 ? 8 : D / 4 < 32 ? D / 4 : 32;
+    static constexpr int kLaneDims = BITS == 3 ? 8 : 16; // 3 bits: eight codes lie in two words
     static constexpr int kLoadBytes = BITS == 3 ? 8 : kLaneDims * BITS / 8;
     struct Raw {
         uint32_t word[kLoadBytes / 4];
     };
-    static constexpr int kRowBytes = Record<D, BITS>::kCodeBytes;
+    static constexpr int kRowBytes = Record<D, BITS>::kCodeBytes, kPairsAhead = 2;
     static constexpr bool kScaled = true, kRotated = true;
     static __device__ constexpr float unit() { return 0.5f * Grid<D, BITS>::step(); }
 
@@ -120,10 +118,7 @@ template <int D, int BITS> struct TurboQuantFormat {
             raw.word[1] = load_cached_4(row + 4 * next);
         } else {
             const uint8_t* p = row + (4 * step + t) * kLoadBytes;
-            if constexpr (kLoadBytes == 16) {
-                const uint4 x = CACHED ? load_cached_16(p) : load_stream_16(p);
-                raw.word[0] = x.x, raw.word[1] = x.y, raw.word[2] = x.z, raw.word[3] = x.w;
-            } else if constexpr (kLoadBytes == 8) {
+            if constexpr (kLoadBytes == 8) {
                 const uint2 x = load_cached_8(p);
                 raw.word[0] = x.x, raw.word[1] = x.y;
             } else {
@@ -235,30 +230,46 @@ template <typename FormatOf, bool CACHED> struct PageRows {
 // ---- queries
 
 // The dims of q that lane (g, t) multiplies with a step of rows: kLaneDims of vector first_vector + g, as B fragments.
+// Where q is not in the dtype of the products, a second fragment holds what the first one's rounding left of it.
 template <int D, typename T, typename Format> struct QueryRow {
+    using Compute = typename Format::Compute;
+    static constexpr bool kSplit = Format::kRotated || !IsSame<T, Compute>::kValue;
+    static constexpr int kTerms = kSplit ? 2 : 1;
+    using Words = uint32_t[kTerms][4];
     const uint8_t* row; // a vector behind the last reads the last one's
 
     __device__ __forceinline__ QueryRow(const DecodeArgs& args, const Item& item, int kv_head, int first_vector) {
         const int num_vectors = static_cast<int>(args.num_queries * args.group), group = static_cast<int>(args.group);
         const int vector = min(first_vector + static_cast<int>(threadIdx.x % 32 / 4), num_vectors - 1);
-        if constexpr (Format::kRotated) {
-            row = args.queries + ((item.sequence * args.kv_heads + kv_head) * num_vectors + vector) * (2 * D);
+        if constexpr (Format::kRotated) { // f32, from prepare
+            row = args.queries + ((item.sequence * args.kv_heads + kv_head) * num_vectors + vector) * (4 * D);
         } else {
             const int query = vector / group, head = kv_head * group + vector % group;
             row = static_cast<const uint8_t*>(args.q) + sizeof(T) * (item.sequence * args.q_batch_stride +
                                                                      query * args.q_token_stride + head * args.q_head_stride);
         }
     }
-    __device__ __forceinline__ void load(int step, int i, uint32_t (&w)[4]) const {
-        using Compute = typename Format::Compute;
+    __device__ __forceinline__ void load(int step, int i, Words& w) const {
         const int chunk = (4 * step + static_cast<int>(threadIdx.x % 4)) * (Format::kLaneDims / 8) + i;
-        const uint4 x = load_cached_16(row + 16 * chunk);
-        w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
-        if constexpr (!IsSame<T, Compute>::kValue) {
+        if constexpr (Format::kRotated) {
+            const uint4 x = load_cached_16(row + 32 * chunk), y = load_cached_16(row + 32 * chunk + 16);
+            split(w, 0, __uint_as_float(x.x), __uint_as_float(x.y)), split(w, 1, __uint_as_float(x.z), __uint_as_float(x.w));
+            split(w, 2, __uint_as_float(y.x), __uint_as_float(y.y)), split(w, 3, __uint_as_float(y.z), __uint_as_float(y.w));
+        } else {
+            const uint4 x = load_cached_16(row + 16 * chunk);
+            w[0][0] = x.x, w[0][1] = x.y, w[0][2] = x.z, w[0][3] = x.w;
+            if constexpr (kSplit)
 #pragma unroll
-            for (int j = 0; j < 4; j++) w[j] = pack_halves<Compute>(half_of<T>(w[j], 0), half_of<T>(w[j], 1));
+                for (int j = 0; j < 4; j++) split(w, j, half_of<T>(w[0][j], 0), half_of<T>(w[0][j], 1));
         }
-        Format::arrange(w);
+#pragma unroll
+        for (int term = 0; term < kTerms; term++) Format::arrange(w[term]);
+    }
+
+  private:
+    static __device__ __forceinline__ void split(Words& w, int j, float a, float b) {
+        w[0][j] = pack_halves<Compute>(a, b);
+        w[kTerms - 1][j] = pack_halves<Compute>(a - half_of<Compute>(w[0][j], 0), b - half_of<Compute>(w[0][j], 1));
     }
 };
 
@@ -289,7 +300,7 @@ struct Positions {
 template <int D, typename Source, int TILES> struct RowStream {
     using Format = typename Source::Format;
     static constexpr int kStepDims = 4 * Format::kLaneDims, kSteps = D / kStepDims;
-    static constexpr int kWanted = kPairsAhead < TILES ? 1 : kPairsAhead / TILES;
+    static constexpr int kWanted = Format::kPairsAhead < TILES ? 1 : Format::kPairsAhead / TILES;
     static constexpr int kGroup = kSteps < kWanted ? kSteps : kWanted; // both powers of two
     const uint8_t* row[TILES][2];
     typename Format::Raw raw[kGroup][TILES][2];
@@ -330,9 +341,10 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
     using Format = typename Source::Format;
     using Compute = typename Format::Compute;
     using Stream = RowStream<D, Source, TILES>;
+    using Query = QueryRow<D, T, Format>;
     constexpr int kEights = Format::kLaneDims / 8;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const QueryRow<D, T, Format> query(args, item, kv_head, first_vector);
+    const Query query(args, item, kv_head, first_vector);
     const Positions positions(args, item, first_vector);
     const int window = static_cast<int>(args.window);
     const float to_log2 = args.sm_scale * (SOFTCAP ? 1.0f : kLog2e) * Format::unit();
@@ -340,16 +352,18 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
 
     const int num_tiles = (item.count + kTileRows - 1) / kTileRows;
     for (int first_tile = warp; first_tile < num_tiles; first_tile = ONE_ROUND ? num_tiles : first_tile + TILES * num_warps) {
+        // The row in line h of a tile. Rows behind the end read the last one, which exists, and are masked.
+        const auto row_of = [&](int tile, int h) {
+            return min(kTileRows * (first_tile + tile * num_warps) + g + 8 * h, item.count - 1);
+        };
         Stream keys, values;
         float k_scale[TILES][2], v_scale[TILES][2];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                // Rows behind the end read the last one, which exists, and are masked.
-                const int row = min(kTileRows * (first_tile + tile * num_warps) + g + 8 * h, item.count - 1);
-                keys.row[tile][h] = source.key(row);
-                if constexpr (Format::kScaled) k_scale[tile][h] = source.key_scale(row), v_scale[tile][h] = source.value_scale(row);
+                keys.row[tile][h] = source.key(row_of(tile, h));
+                if constexpr (Format::kScaled) k_scale[tile][h] = source.key_scale(row_of(tile, h));
             }
 
         float x[TILES][4] = {};
@@ -358,27 +372,31 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
         for (int group = 0; group < Stream::kSteps; group += Stream::kGroup)
 #pragma unroll
             for (int s = 0; s < Stream::kGroup; s++) {
-                uint32_t q[kEights][4];
 #pragma unroll
-                for (int i = 0; i < kEights; i++) query.load(group + s, i, q[i]);
+                for (int i = 0; i < kEights; i++) {
+                    typename Query::Words q;
+                    query.load(group + s, i, q);
 #pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-#pragma unroll
-                    for (int i = 0; i < kEights; i++) {
+                    for (int tile = 0; tile < TILES; tile++) {
                         uint32_t a[4], b[4]; // rows g, g + 8
                         keys.decode(group, s, tile, i, a, b);
-                        mma_half<Compute>(x[tile], a[0], b[0], a[1], b[1], q[i][0], q[i][1]);
-                        mma_half<Compute>(x[tile], a[2], b[2], a[3], b[3], q[i][2], q[i][3]);
+#pragma unroll
+                        for (int term = 0; term < Query::kTerms; term++) {
+                            mma_half<Compute>(x[tile], a[0], b[0], a[1], b[1], q[term][0], q[term][1]);
+                            mma_half<Compute>(x[tile], a[2], b[2], a[3], b[3], q[term][2], q[term][3]);
+                        }
+                        if (i == kEights - 1) keys.next(group, s, tile);
                     }
-                    keys.next(group, s, tile);
                 }
             }
 
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-            for (int h = 0; h < 2; h++)
-                values.row[tile][h] = source.value(min(kTileRows * (first_tile + tile * num_warps) + g + 8 * h, item.count - 1));
+            for (int h = 0; h < 2; h++) {
+                values.row[tile][h] = source.value(row_of(tile, h));
+                if constexpr (Format::kScaled) v_scale[tile][h] = source.value_scale(row_of(tile, h));
+            }
         values.begin(); // under way during the softmax
 
         float top[2] = {m[0], m[1]};
@@ -423,37 +441,34 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
 #pragma unroll 1
         for (int group = 0; group < Stream::kSteps; group += Stream::kGroup)
 #pragma unroll
-            for (int s = 0; s < Stream::kGroup; s++) {
-                float o[2 * kEights][4] = {}; // o[2 i + j]: words 2 j, 2 j + 1 of the i-th eight, columns 2 t, 2 t + 1
+            for (int s = 0; s < Stream::kGroup; s++)
 #pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
+                for (int i = 0; i < kEights; i++) {
+                    float o[2][4] = {}; // o[j]: dims of words 2 j and 2 j + 1, columns 2 t, 2 t + 1
 #pragma unroll
-                    for (int i = 0; i < kEights; i++) {
+                    for (int tile = 0; tile < TILES; tile++) {
                         uint32_t a[4], b[4];
                         values.decode(group, s, tile, i, a, b);
 #pragma unroll
                         for (int j = 0; j < 2; j++)
-                            mma_half<Compute>(o[2 * i + j], transpose_8x8(a[2 * j]), transpose_8x8(a[2 * j + 1]),
+                            mma_half<Compute>(o[j], transpose_8x8(a[2 * j]), transpose_8x8(a[2 * j + 1]),
                                               transpose_8x8(b[2 * j]), transpose_8x8(b[2 * j + 1]), p[tile][0], p[tile][1]);
+                        if (i == kEights - 1) values.next(group, s, tile);
                     }
-                    values.next(group, s, tile);
-                }
-                // A column of the transposed words, g, is the dim of lane t = g / 2, half g % 2.
-                if (2 * t < COLUMNS) {
-                    float* at = out + 2 * t * out_stride + (group + s) * Stream::kStepDims + g / 2 * Format::kLaneDims;
-#pragma unroll
-                    for (int i = 0; i < kEights; i++)
+                    if (2 * t < COLUMNS) {
+                        // A column of a transposed word, here g, is the dim of lane t = g / 2, half g % 2.
+                        const int dim = (group + s) * Stream::kStepDims + g / 2 * Format::kLaneDims + 8 * i;
 #pragma unroll
                         for (int j = 0; j < 4; j++) {
-                            float* to = at + 8 * i + Format::pair_dim(j, g % 2);
+                            float* to = out + 2 * t * out_stride + dim + Format::pair_dim(j, g % 2);
 #pragma unroll
                             for (int c = 0; c < 2; c++) {
-                                const float sum = o[2 * i + j / 2][2 * (j % 2) + c] * ProbabilityBias<Compute>::kDown;
+                                const float sum = o[j / 2][2 * (j % 2) + c] * ProbabilityBias<Compute>::kDown;
                                 to[c * out_stride] = more ? fmaf(to[c * out_stride], kept[c], sum) : sum;
                             }
                         }
+                    }
                 }
-            }
     }
 
 #pragma unroll
