@@ -1,0 +1,241 @@
+// TurboQuant on rows held in registers: rotation, norms, quantising and decoding, for whole rows a lane at a time.
+//
+// A row of WIDTH values is held by kLanes lanes side by side (one lane up to width 128), in *chunks* of 8 values: lane q of
+// the row has chunks kLanes * s + q. So the first three and the last butterflies of the transform need no other lane, and
+// with one lane a row the diagonal's signs are known to the compiler and cost nothing.
+// Every f32 operation and its order are those of kernels/turboquant.py, so codes, scales and rows equal it bit for bit.
+#pragma once
+
+#include "codec.cuh"
+#include "ptx.cuh"
+
+namespace tailpack {
+
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+constexpr float kZeroNorm = TAILPACK_ZERO_NORM; // below it a row stores scale 0 and decodes to exact zeros
+constexpr float kMaxNorm = TAILPACK_MAX_NORM;   // above it a row is refused
+
+#ifndef TAILPACK_ROW_LANES
+#define TAILPACK_ROW_LANES 1
+#endif
+
+template <int WIDTH> struct RowLanes {
+    static constexpr int kLanes = WIDTH / 128 > TAILPACK_ROW_LANES ? WIDTH / 128 : TAILPACK_ROW_LANES;
+    static constexpr int kValues = WIDTH / kLanes; // of a row in one lane
+    static constexpr int kChunks = kValues / kChunk;
+    static constexpr int kRows = 32 / kLanes;   // rows that a warp holds
+    static constexpr int kPasses = kLanes;      // until it has held 32
+    static constexpr int kWords = WIDTH / kChunk; // nibble words of a row
+};
+
+// ---- the diagonal D
+
+template <int WIDTH> struct Diagonal {
+    using L = RowLanes<WIDTH>;
+    static constexpr bool kKnown = L::kLanes == 1;
+    uint32_t words[kKnown ? 1 : (L::kValues + 31) / 32]; // bit i % 32 of word i / 32: value i of this lane is negated
+
+    __device__ __forceinline__ explicit Diagonal(int lane) {
+        if constexpr (!kKnown)
+#pragma unroll
+            for (int w = 0; w < (L::kValues + 31) / 32; w++) {
+                words[w] = 0;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int chunk = L::kLanes * (4 * w + i) + lane % L::kLanes;
+                    uint32_t row_word = 0;
+#pragma unroll
+                    for (int k = 0; k < WIDTH / 32; k++) row_word = chunk / 4 == k ? Signs<WIDTH>::word(k) : row_word;
+                    words[w] |= (row_word >> kChunk * (chunk % 4) & 0xffu) << kChunk * i;
+                }
+            }
+    }
+    __device__ __forceinline__ float flip(float x, int i) const {
+        if constexpr (kKnown) return Signs<WIDTH>::word(i / 32) >> i % 32 & 1u ? -x : x;
+        return __uint_as_float(__float_as_uint(x) ^ (words[i / 32] << (31 - i % 32) & 0x80000000u));
+    }
+};
+
+// ---- transform and norm
+
+template <int FIRST, int LAST, int N> __device__ __forceinline__ void butterflies(float (&x)[N]) {
+#pragma unroll
+    for (int distance = FIRST; distance < LAST; distance *= 2)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (!(i & distance)) {
+                const float a = x[i], b = x[i + distance];
+                x[i] = a + b;
+                x[i + distance] = a - b;
+            }
+}
+
+// In place: x <- H x, H the Sylvester Hadamard matrix of +-1, butterflies by ascending distance.
+template <int WIDTH> __device__ __forceinline__ void hadamard(float (&x)[RowLanes<WIDTH>::kValues], int lane) {
+    using L = RowLanes<WIDTH>;
+    butterflies<1, kChunk>(x);
+#pragma unroll
+    for (int distance = 1; distance < L::kLanes; distance *= 2) {
+        const float mine = lane & distance ? -1.0f : 1.0f; // the upper lane takes lower - upper
+#pragma unroll
+        for (int i = 0; i < L::kValues; i++)
+            x[i] = fmaf(mine, x[i], __shfl_xor_sync(0xffffffffu, x[i], distance));
+    }
+    butterflies<kChunk, L::kValues>(x);
+}
+
+// Sum of z_i^2 over i, i + STEP, i + 2 STEP and so on, in the reference's order: halves added onto each other. Depth
+// first, so that few sums are alive at a time.
+template <int STEP, int N> __device__ __forceinline__ float squares_from(const float (&z)[N], int i) {
+    if constexpr (STEP == N) return __fmul_rn(z[i], z[i]); // never fused into the addition
+    else return squares_from<2 * STEP>(z, i) + squares_from<2 * STEP>(z, i + STEP);
+}
+
+template <int WIDTH> __device__ __forceinline__ float sum_of_squares(const float (&z)[RowLanes<WIDTH>::kValues]) {
+    using L = RowLanes<WIDTH>;
+    if constexpr (L::kLanes == 1) {
+        return squares_from<1>(z, 0);
+    } else {
+        float sums[kChunk];
+#pragma unroll
+        for (int j = 0; j < kChunk; j++) sums[j] = squares_from<kChunk>(z, j);
+#pragma unroll
+        for (int distance = L::kLanes / 2; distance >= 1; distance /= 2)
+#pragma unroll
+            for (int j = 0; j < kChunk; j++) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], distance);
+#pragma unroll
+        for (int keep = kChunk / 2; keep >= 1; keep /= 2)
+#pragma unroll
+            for (int j = 0; j < keep; j++) sums[j] += sums[j + keep];
+        return sums[0];
+    }
+}
+
+// ---- the grid of one number of bits, chosen at run time: the same instructions serve all of them
+//
+// The cells of the line are numbered 0..2^bits - 1 from the left. Boundary m - (kLevels - 1), m in [0, 2 kLevels - 2], lies
+// between cells m and m + 1. A coordinate's *candidate* m is that of the uniform grid of the slope below; the stretched
+// boundaries are close enough to uniform that the coordinate is in cell m or m + 1 (checked below for every grid), and one
+// comparison with boundary m, looked up in another lane, decides. It is the difference's sign: y - b is never rounded to
+// zero, and is +0 where y is on the boundary or, with the middle one kept as -0, y is a zero of either sign. So ties go to
+// the upper cell on both sides.
+
+template <int WIDTH, int BITS> struct Candidates {
+    using G = Grid<WIDTH, BITS>;
+    static constexpr int kLevels = G::kLevels;
+    // uniform cells a unit: any value for which candidates_fit
+    static constexpr float kSlope = (BITS == 4 ? 0.885f : 0.95f) / G::boundary(0);
+
+    // minus the boundary between cells m and m + 1; +0 for the middle one
+    static __device__ __forceinline__ float negated_boundary(int m) {
+        float b = 0.0f;
+#pragma unroll
+        for (int i = 1; i < kLevels; i++) {
+            b = m == kLevels - 1 + i ? -G::boundary(i - 1) : b;
+            b = m == kLevels - 1 - i ? G::boundary(i - 1) : b;
+        }
+        return b;
+    }
+    // what a code decodes to in the rotated domain; 0 for what is no code
+    static __device__ __forceinline__ float value(int code) {
+        float v = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kLevels; i++) {
+            const float magnitude = static_cast<float>(2 * G::T(i) - 1) * (0.5f * G::step()); // rounded once, as there
+            v = code == i ? magnitude : code == i + kLevels ? -magnitude : v;
+        }
+        return v;
+    }
+    // 2 T - 1 of magnitudes low..low + 3, a byte each
+    static __device__ constexpr uint32_t odd(int low) {
+        uint32_t word = 0;
+        for (int i = 0; i < 4; i++)
+            if (low + i < kLevels) word |= static_cast<uint32_t>(2 * G::T(low + i) - 1) << 8 * i;
+        return word;
+    }
+};
+
+template <int WIDTH, int BITS> __device__ constexpr bool candidates_fit() {
+    using C = Candidates<WIDTH, BITS>;
+    for (int i = 1; i < C::kLevels; i++) {
+        const float at = C::kSlope * Grid<WIDTH, BITS>::boundary(i - 1);
+        if (at < i - 0.48f || (i < C::kLevels - 1 && at > i + 0.48f)) return false;
+    }
+    return true;
+}
+
+// By lane, for 2, 3 and 4 bits; in shared memory.
+struct GridTables {
+    float negated_boundary[3][32];
+    float value[3][32]; // by the five low bits of any number whose four low ones are the code
+
+    template <int WIDTH> __device__ __forceinline__ void fill(int thread, int num_threads) {
+        for (int i = thread; i < 32; i += num_threads) {
+            negated_boundary[0][i] = Candidates<WIDTH, 2>::negated_boundary(i);
+            negated_boundary[1][i] = Candidates<WIDTH, 3>::negated_boundary(i);
+            negated_boundary[2][i] = Candidates<WIDTH, 4>::negated_boundary(i);
+            value[0][i] = Candidates<WIDTH, 2>::value(i % 16);
+            value[1][i] = Candidates<WIDTH, 3>::value(i % 16);
+            value[2][i] = Candidates<WIDTH, 4>::value(i % 16);
+        }
+    }
+};
+
+struct Quantiser {
+    float slope;            // uniform cells, of 2 kLevels - 2, a unit
+    float last;             // 2 kLevels - 2
+    float half_step;        // step / 2
+    float negated_boundary; // of this lane
+    uint32_t odd_low, odd_high;
+    int sign_bit; // bits - 1
+
+    template <int WIDTH> static __device__ __forceinline__ Quantiser of(int bits, const GridTables& tables, int lane) {
+        Quantiser q;
+        if (bits == 4) q.set<WIDTH, 4>();
+        else if (bits == 3) q.set<WIDTH, 3>();
+        else q.set<WIDTH, 2>();
+        q.negated_boundary = tables.negated_boundary[bits - 2][lane];
+        q.sign_bit = bits - 1;
+        return q;
+    }
+
+    // The nibble word of 8 rotated unit coordinates: code j at bits 4 j.
+    __device__ __forceinline__ uint32_t codes(const float (&y)[kChunk]) const {
+        constexpr float kMagic = 8388608.0f; // 2^23: adding it rounds to whole numbers, which are then the low bits
+        constexpr uint32_t kOnes = 0x11111111u, kMagicBits = 0x4b000000u;
+        uint32_t candidates = 0, below = 0;
+#pragma unroll
+        for (int j = kChunk - 1; j >= 0; j--) {
+            const float m = fmaf(fma_saturated(y[j], slope, 0.5f), last, kMagic);
+            const float over = y[j] + __shfl_sync(0xffffffffu, negated_boundary, __float_as_int(m));
+            candidates += __float_as_uint(m) << 4 * j;
+            below = __funnelshift_l(__float_as_uint(over), below, 4); // its sign to the top of a nibble
+        }
+        // the parts of kMagic that were added up, which shifts by 4 j, j = 0..7, leave of a word
+        constexpr uint32_t kAdded = kMagicBits + (kMagicBits << 4);
+        const uint32_t cells = candidates - (kAdded - kOnes) - (below >> 3 & kOnes);
+        const uint32_t signs = kOnes << sign_bit, negative = ~cells & signs;
+        return cells ^ signs ^ (negative - (negative >> sign_bit)); // a negative cell c has magnitude kLevels - 1 - c
+    }
+
+    // Sum of (2 T - 1)^2 over a nibble word of codes, exact.
+    __device__ __forceinline__ uint32_t square(uint32_t codes) const {
+        const uint32_t index = codes & ((0x11111111u << sign_bit) - 0x11111111u);
+        const uint32_t first4 = permute(odd_low, odd_high, index);
+        const uint32_t last4 = permute(odd_low, odd_high, index >> 16);
+        return __dp4a(first4, first4, __dp4a(last4, last4, 0u));
+    }
+
+  private:
+    template <int WIDTH, int BITS> __device__ __forceinline__ void set() {
+        using C = Candidates<WIDTH, BITS>;
+        static_assert(candidates_fit<WIDTH, BITS>(), "a coordinate may be in neither of its two candidate cells");
+        last = static_cast<float>(2 * C::kLevels - 2);
+        slope = C::kSlope / static_cast<float>(2 * C::kLevels - 2);
+        half_step = 0.5f * Grid<WIDTH, BITS>::step();
+        odd_low = C::odd(0);
+        odd_high = C::odd(4);
+    }
+};
+
+} // namespace tailpack

@@ -1,0 +1,291 @@
+"""The CUDA sources that seal and restore pages, run on a CPU lane by lane, equal the PyTorch reference bit for bit.
+
+What a page must hold is written here once more, code by code, from the text of kernels/fragments.py and
+kernels/page_checksum.py, so that a mistake in one of the two does not hide in the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import fp8, turboquant
+from kernels.cells import Cell
+from kernels.page_cells import fp8_cell, seal_cell, shared_bytes
+from kernels.page_layout import FRAGMENTS, ROWS, PageLayout, Region, page_layout
+from kernels.pages_cuda import (
+    NO_BAD_ROW,
+    BadRow,
+    PageGroup,
+    PageRows,
+    RegionRows,
+    bad_row,
+    page_group,
+    page_table,
+)
+from kernels.record_sizes import code_bytes
+from kernels.tables import grid_boundaries
+from kernels.widths import COMPILED_WIDTHS, PACKED_BITS
+from tests.kernels.emulator import Emulator, needs_compiler
+
+pytestmark = needs_compiler
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+NO_BULK = ("-DTAILPACK_NO_BULK_COPY",)
+RING_ROWS = 160
+
+
+def build(folder: Path, cell: Cell, options: tuple[str, ...] = ()) -> Emulator:
+    defines = [f"-D{name}={value}" for name, value in cell.defines]
+    return Emulator.build(cell.source.replace(".cu", ".cpp"), folder, [*defines, *options])
+
+
+_built: dict[tuple[str, tuple[str, ...]], Emulator] = {}
+
+
+@pytest.fixture
+def emulator_of(tmp_path_factory: pytest.TempPathFactory) -> object:
+    def of(cell: Cell, options: tuple[str, ...] = ()) -> Emulator:
+        key = (cell.name, options)
+        if key not in _built:
+            _built[key] = build(tmp_path_factory.mktemp("seal"), cell, options)
+        return _built[key]
+
+    return of
+
+
+# ---- what a page must hold
+
+
+def expected_codes(codes: np.ndarray, kind: str, dim: int, bits: int) -> bytes:
+    """A head's plane of codes in layout version 2, from codes [rows, dim], one field after the other."""
+    out = b""
+    for first in range(0, len(codes), 32):
+        words = np.zeros((32, dim // 8), dtype=np.uint64)
+        for lane in range(32):
+            g, t = lane // 4, lane % 4
+            for f in range(dim // 8):
+                for half in range(2):
+                    for j in range(4):
+                        if kind == "k":
+                            m, s, khalf = f // 2 // (dim // 32), f // 2 % (dim // 32), f % 2
+                            row, at = 16 * m + g + 8 * half, 32 * s + 8 * t + 4 * khalf + j
+                        else:
+                            c, e, khalf = f // 4, f // 2 % 2, f % 2
+                            row, at = 16 * khalf + 2 * t + (j >> 1) + 8 * (j & 1), 32 * c + 4 * g + 2 * e + half
+                        words[lane, f] |= np.uint64(int(codes[first + row, at]) << 4 * (4 * half + j))
+        n = [[int(w) for w in row] for row in words]
+        if bits == 4:
+            stored = [(n, 4)]
+        else:
+            low = [[(w[2 * h] & 0x33333333) | (w[2 * h + 1] & 0x33333333) << 2 for h in range(dim // 16)] for w in n]
+            top = [
+                [sum((w[4 * u + i] >> 2 & 0x11111111) << i for i in range(4)) for u in range(dim // 32)] for w in n
+            ]
+            stored = [(low, 4), (top, min(4, dim // 32))] if bits == 3 else [(low, 4)]
+        for lanes, together in stored:
+            for outer in range(len(lanes[0]) // together):
+                for lane in range(32):
+                    for inner in range(together):
+                        out += lanes[lane][outer * together + inner].to_bytes(4, "little")
+    return out
+
+
+def expected_page(layout: PageLayout, rows: list[Tensor]) -> tuple[bytes, int]:
+    """Bytes and checksum of a page whose regions hold `rows` [rows, heads, dim] each."""
+    page = bytearray(layout.page_bytes)
+    for at, dense in zip(layout.regions, rows, strict=True):
+        heads, dim, bits = dense.shape[1], dense.shape[2], at.region.bits
+        for head in range(heads):
+            start = at.offset + head * at.head_bytes
+            if not bits:
+                plain = fp8.pack(dense[:, head])
+                codes, scales = plain.codes.numpy().tobytes(), plain.scales.flatten().numpy()
+            else:
+                packed = turboquant.pack(dense[:, head], bits)
+                scales = packed.scales.flatten().numpy()
+                codes = packed.codes.numpy().tobytes()
+                if at.fragments:
+                    plain_codes = turboquant.unpack_codes(packed, dim, bits).numpy()
+                    codes = expected_codes(plain_codes, at.fragments.kind, dim, bits)
+            if at.fragments:
+                order = [32 * group + g + 8 * k for group in range(len(scales) // 32) for g in range(8) for k in range(4)]
+                scales = scales[order]
+            page[start : start + len(codes)] = codes
+            place = start + at.scales_offset
+            page[place : place + 4 * len(scales)] = scales.tobytes()
+    words = np.frombuffer(bytes(page), dtype="<u4")
+    total = 0
+    for i in range(0, len(words), 2):
+        pair = [(int(words[i + k]) + (i + k) * 0x9E3779B9 + 0x7F4A7C15) % 2**32 for k in range(2)]
+        total += pair[0] * pair[1]
+    return bytes(page), total % 2**64
+
+
+# ---- a small layer group
+
+
+@dataclasses.dataclass
+class Case:
+    group: PageGroup
+    layout: PageLayout
+    dim: int
+
+
+def make_case(dim: int, kinds: str, bits: tuple[int, ...], dtype: torch.dtype, heads: int = 2, ratio: int = 1) -> Case:
+    """Regions of `kinds` ("k", "v" in layout version 2, "r" rows of version 1), random tails and a workspace."""
+    version = ROWS if kinds == "r" else FRAGMENTS
+    shapes = [
+        Region(
+            128 // ratio, heads, code_bytes(dim, b) if b else dim, 4, "" if kind == "r" else kind, dim, b
+        )
+        for kind, b in zip(kinds, bits, strict=True)
+    ]
+    layout = page_layout(shapes, version)
+    arena = torch.full((5, layout.page_bytes), 0xA5, dtype=torch.uint8)
+    regions = []
+    for at in layout.regions:
+        # rows apart from each other, as in a slot that holds all layers
+        tail = torch.full((3, RING_ROWS, heads + 1, dim), float("nan"), dtype=dtype)[:, :, :heads]
+        tail.copy_(random_rows((3, RING_ROWS, heads, dim), dtype))
+        workspace = torch.full((300, heads, dim + 16), float("nan"), dtype=dtype)[..., :dim]
+        workspace.copy_(random_rows((300, heads, dim), dtype))
+        regions.append(RegionRows(at, dim, ratio, tail, workspace))
+    return Case(page_group(arena, regions), layout, dim)
+
+
+def random_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Gaussian rows of many norms, and among them zero, one-hot, constant, tiny and huge ones."""
+    rows = torch.randn(shape) * torch.exp(2 * torch.randn(*shape[:-1], 1))
+    flat, d = rows.view(-1, shape[-1]), shape[-1]
+    special = [
+        torch.zeros(d),
+        torch.full((d,), -0.0),
+        torch.eye(d)[d // 3],
+        torch.eye(d)[1] - torch.eye(d)[d - 1],  # half of its rotated coordinates are zeros of both signs
+        torch.full((d,), -0.75),
+        torch.full((d,), 1e-12),
+        torch.full((d,), 65000.0),  # comes back longer than f16 holds, so it saturates
+    ]
+    if dtype == torch.float16:
+        flat.clamp_(-65000, 65000)
+    else:
+        special += [torch.randn(d) * 1e30, torch.randn(d) * 1e-30, torch.randn(d) * torch.exp(20 * torch.randn(d))]
+    for i, row in enumerate(special):
+        flat[3 + 11 * i] = row
+    return rows.to(dtype)
+
+
+def rows_of(region: RegionRows, page: PageRows) -> Tensor:
+    """The dense rows [rows, heads, dim] that a page's entry names."""
+    assert region.tail is not None and region.workspace is not None
+    rows = []
+    for row in range(128 // region.ratio):
+        token = row * region.ratio
+        if token < page.ring_tokens:
+            rows.append(region.tail[page.tail_slot, (page.first_token // region.ratio + row) % RING_ROWS])
+        else:
+            rows.append(region.workspace[(page.workspace_token + token - page.ring_tokens) // region.ratio])
+    return torch.stack(rows)
+
+
+def seal(
+    emulator: Emulator, case: Case, pages: list[PageRows], ctas: int = 2, seed: int = 0
+) -> tuple[list[int], BadRow | None]:
+    """Checksums and the first bad row."""
+    group = case.group
+    checksums, flag = torch.zeros(len(pages), dtype=torch.int64), torch.tensor([NO_BAD_ROW])
+    table = page_table(group, pages)
+    sizes = (len(table), len(group.units))
+    tables = (table, group.regions, group.units, *sizes, group.arena, group.arena.stride(0))
+    emulator.call("seal", ctas, *tables, checksums, flag, seed=seed)
+    return [int(c) % 2**64 for c in checksums], bad_row(int(flag))
+
+
+def restore(emulator: Emulator, case: Case, pages: list[PageRows], ctas: int = 2, seed: int = 0) -> None:
+    group, table = case.group, page_table(case.group, pages)
+    sizes = (len(table), len(group.units))
+    emulator.call(
+        "restore", ctas, table, group.regions, group.units, *sizes, group.arena, group.arena.stride(0), seed=seed
+    )
+
+
+def check_page(case: Case, page: PageRows, checksum: int) -> None:
+    want, want_checksum = expected_page(case.layout, [rows_of(region, page) for region in case.group.sources])
+    got = case.group.arena[page.page].numpy()
+    differ = np.nonzero(got != np.frombuffer(want, dtype=np.uint8))[0]
+    assert len(differ) == 0, f"{len(differ)} bytes differ, first at {differ[:4]}"
+    assert checksum == want_checksum
+
+
+def bits_of(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.int32 if rows.dtype == torch.float32 else torch.int16)
+
+
+PAGES = [
+    PageRows(3, first_token=256, tail_slot=1, ring_tokens=128),  # its ring rows wrap: 256 % 160 + 128 > 160
+    PageRows(-1),
+    PageRows(0, first_token=128, tail_slot=2, ring_tokens=32, workspace_token=44),
+    PageRows(4, first_token=0, workspace_token=172),
+]
+
+
+def seal_and_restore(emulator: Emulator, case: Case, seed: int) -> None:
+    """Seal PAGES, compare every page, restore them into poisoned rows, compare those."""
+    checksums, bad = seal(emulator, case, PAGES, seed=seed)
+    assert bad is None
+    assert checksums[1] == 0
+    for page, checksum in zip(PAGES, checksums, strict=True):
+        if page.page >= 0:
+            check_page(case, page, checksum)
+    assert bool((case.group.arena[[1, 2]] == 0xA5).all()), "wrote into another page"
+    sealed = case.group.arena.clone()
+    wanted = []
+    for region in case.group.sources:
+        at, kept = region.planes.region, []
+        for page in PAGES:
+            if page.page >= 0:
+                rows = rows_of(region, page)
+                dtype = rows.dtype
+                packed = turboquant.pack(rows, at.bits) if at.bits else None
+                if packed is not None:
+                    kept.append(turboquant.unpack(packed, case.dim, at.bits, dtype))
+                else:
+                    kept.append(fp8.unpack(fp8.pack(rows), dtype))
+        wanted.append(kept)
+    for region in case.group.sources:
+        assert region.tail is not None and region.workspace is not None
+        region.tail.fill_(float("nan"))
+        region.workspace.fill_(float("nan"))
+    begin = 64
+    restore(emulator, case, [from_token(page, begin) for page in PAGES], seed=seed)
+    assert torch.equal(case.group.arena, sealed), "restore wrote into a page"
+    for region, kept in zip(case.group.sources, wanted, strict=True):
+        assert region.tail is not None and region.workspace is not None
+        written = 0
+        for page, want in zip([page for page in PAGES if page.page >= 0], kept, strict=True):
+            got = rows_of(region, page)
+            first = begin // region.ratio
+            assert torch.equal(bits_of(got[first:]), bits_of(want[first:]))
+            assert bool(got[:first].isnan().all()), "wrote rows that were not wanted"
+            written += len(want) - first
+        finite = sum(int(rows.isfinite().all(-1).all(-1).sum()) for rows in (region.tail, region.workspace))
+        assert finite == written, "wrote rows that belong to no page"
+
+
+def from_token(page: PageRows, begin: int) -> PageRows:
+    return page._replace(begin=begin) if page.page >= 0 else page
+
+
+@pytest.mark.parametrize("width", COMPILED_WIDTHS)
+@pytest.mark.parametrize(("kinds", "bits"), [("kv", (4, 4)), ("vk", (3, 2)), ("kv", (3, 2)), ("rrr", (2, 3, 4))])
+def test_pages_of_bf16_rows(emulator_of, width: int, kinds: str, bits: tuple[int, ...]) -> None:  # type: ignore[no-untyped-def]
+    seed = int(torch.seed() % 2**31)
+    print(f"seed {seed}")
+    case = make_case(width, kinds, bits, torch.bfloat16)
+    seal_and_restore(emulator_of(seal_cell(width, "bf16")), case, seed)
