@@ -20,7 +20,7 @@ Number = TypeVar("Number", np.int32, np.float32, np.float64)
 pytestmark = needs_compiler
 
 SEEDS = range(12)
-NONE, NO_FULL_WAIT, NO_EMPTY_WAIT, WRONG_PARITY, SHORT_EXPECT, NO_SYNC_AFTER_INIT = range(6)
+NONE, NO_FULL_WAIT, NO_EMPTY_WAIT, WRONG_PARITY, SHORT_EXPECT, NO_SYNC_AFTER_INIT, EARLY_RELEASE = range(7)
 STAGE_BYTES, NUM_STAGES, CTAS = 1024, 11, 5
 
 
@@ -225,9 +225,26 @@ def test_a_missing_barrier_shows_for_some_seed(emulator: Emulator) -> None:
     assert wrong == len(SEEDS)
 
 
-def run_pipeline(emulator: Emulator, mistake: int, seed: int) -> bool:
+def test_seeds_change_who_goes_first(emulator: Emulator) -> None:
+    def orders(threads: int, seed: int) -> tuple[list[int], list[int]]:
+        before, after = torch.zeros(2, threads, dtype=torch.int32)
+        emulator.call("run_orders", threads, before, after, seed=seed)
+        return before.tolist(), after.tolist()
+
+    assert orders(64, 0) == orders(64, 0), "seed 0 is no fixed order"
+    assert orders(64, 7) == orders(64, 7), "a seed is no fixed order"
+    warps = {tuple(dict.fromkeys(thread // 32 for thread in orders(128, seed)[0])) for seed in SEEDS}
+    assert len(warps) >= 5, "warps take turns in one order"
+    last_goes_on = [before[31] == after[0] for before, after in (orders(32, seed) for seed in range(1, 33))]
+    assert any(last_goes_on)
+    assert not all(last_goes_on), "whoever completes a collective always goes on first"
+
+
+def run_pipeline(emulator: Emulator, mistake: int, seed: int, same_stages: bool = False) -> bool:
     """Whether the sums are right."""
     data = torch.randint(0, 256, (CTAS, NUM_STAGES, STAGE_BYTES), dtype=torch.uint8)
+    if same_stages:
+        data[:] = data[0, 0]
     sums = torch.zeros(CTAS, dtype=torch.int32)
     emulator.call("run_pipeline", CTAS, data, NUM_STAGES, sums, mistake, seed=seed)
     words = data.view(torch.int32).reshape(CTAS, -1, 2).to(torch.int64)
@@ -251,9 +268,33 @@ def test_a_mistake_in_the_pipeline_shows_for_nearly_every_seed(copies: Emulator,
     assert found >= 9
 
 
+def test_a_place_that_is_refilled_too_early_holds_garbage(copies: Emulator) -> None:
+    # The new bytes are the old ones, so only what a copy does to its target meanwhile can show.
+    assert all(run_pipeline(copies, NONE, seed, same_stages=True) for seed in SEEDS)
+    wrong = 0
+    for seed in range(1, 41):
+        try:
+            wrong += not run_pipeline(copies, EARLY_RELEASE, seed, same_stages=True)
+        except EmulatorError:  # a phase passed a reader by
+            continue
+    assert wrong > 0
+
+
 def test_bytes_that_are_not_expected_never_complete_a_phase(emulator: Emulator) -> None:
     with pytest.raises(EmulatorError, match=r"(?s)deadlock.*mbarrier_wait.*-16 bytes"):
         run_pipeline(emulator, SHORT_EXPECT, 1)
+
+
+def test_a_copy_out_reads_its_source_until_it_is_waited_for(copies: Emulator, emulator: Emulator) -> None:
+    expected = torch.arange(10, dtype=torch.int32).reshape(10, 1).expand(10, 128)
+    for seed in SEEDS:
+        out = torch.full((10, 128), -1, dtype=torch.int32)
+        copies.call("run_copies_out", out, 10, 1, 1, seed=seed)
+        assert torch.equal(out, expected)
+        emulator.call("run_copies_out", out, 10, 0, 1, seed=seed)
+        assert not torch.equal(out, expected), "a missing wait does not show"
+        with pytest.raises(EmulatorError, match="before its copies out"):
+            emulator.call("run_copies_out", out, 10, 1, 0)
 
 
 # ---- mistakes

@@ -40,7 +40,7 @@ void multiply(const uint32_t* a, const uint32_t* b, Sum* c, Multiply mma) {
 
 // Warp 4 brings `num_stages` stages of kStageBytes through kStages places; warps 0..3 add up the words of each.
 constexpr int kStages = 3, kStageBytes = 1024;
-enum Mistake { kNone, kNoFullWait, kNoEmptyWait, kWrongParity, kShortExpect, kNoSyncAfterInit };
+enum Mistake { kNone, kNoFullWait, kNoEmptyWait, kWrongParity, kShortExpect, kNoSyncAfterInit, kEarlyRelease };
 void pipeline(const uint8_t* data, int num_stages, uint32_t* sums, int mistake) {
     TAILPACK_DYNAMIC_SHARED(memory);
     const uint32_t stages = shared_address(memory), full = stages + kStages * kStageBytes, empty = full + 8 * kStages;
@@ -74,12 +74,27 @@ void pipeline(const uint8_t* data, int num_stages, uint32_t* sums, int mistake) 
         const int stage = i % kStages;
         const uint32_t round = i / kStages & 1;
         if (mistake != kNoFullWait) mbarrier_wait(full + 8 * stage, mistake == kWrongParity ? round ^ 1 : round);
+        if (mistake == kEarlyRelease && lane() == 0) mbarrier_arrive(empty + 8 * stage);
         const uint2 words = load_shared_8(stages + stage * kStageBytes + 8 * threadIdx.x);
         sum += words.x ^ words.y;
         __syncwarp();
-        if (lane() == 0) mbarrier_arrive(empty + 8 * stage);
+        if (mistake != kEarlyRelease && lane() == 0) mbarrier_arrive(empty + 8 * stage);
     }
     atomicAdd(sums + blockIdx.x, sum);
+}
+
+// Each lane copies out 16 bytes of i, one i after the other from the same place.
+void copies_out(uint32_t* out, int rounds, int waits_between, int waits_at_end) {
+    TAILPACK_DYNAMIC_SHARED(memory);
+    uint4* own = reinterpret_cast<uint4*>(memory) + threadIdx.x;
+    for (int i = 0; i < rounds; i++) {
+        if (waits_between) lane_copy_out_wait();
+        const unsigned word = static_cast<unsigned>(i);
+        *own = make_uint4(word, word, word, word);
+        lane_copy_out(out + 4 * (i * 32 + static_cast<int>(threadIdx.x)), own, 16);
+        __syncwarp();
+    }
+    if (waits_at_end) lane_copy_out_wait();
 }
 
 // Each thread leaves its number in shared memory, and takes its neighbour's.
@@ -117,6 +132,16 @@ void queue(int* next, int num_items, int* taken) {
     }
 }
 
+// Who comes when: the threads in order of arrival at a __syncwarp, and in order of leaving it.
+void orders(int* before, int* after) {
+    __shared__ int arrived, left;
+    if (threadIdx.x == 0) arrived = left = 0;
+    __syncthreads();
+    before[arrived++] = static_cast<int>(threadIdx.x);
+    __syncwarp();
+    after[left++] = static_cast<int>(threadIdx.x);
+}
+
 // 2-d blocks and grids: every thread adds 1 at its own place.
 void places(int* out) {
     const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
@@ -126,8 +151,6 @@ void places(int* out) {
 
 void misuse(int kind, int* out) {
     TAILPACK_DYNAMIC_SHARED(memory);
-    __shared__ int unused[4];
-    unused[threadIdx.x % 4] = 0;
     const uint32_t base = shared_address(memory);
     const bool one = threadIdx.x == 7;
     volatile int zero = 0;
@@ -198,6 +221,9 @@ void run_transpose(const uint32_t* in, uint32_t* out) {
 void run_pipeline(unsigned ctas, const uint8_t* data, int num_stages, uint32_t* sums, int mistake) {
     cta::launch(ctas, 160, kStages * kStageBytes + 16 * kStages, [=] { pipeline(data, num_stages, sums, mistake); });
 }
+void run_copies_out(uint32_t* out, int rounds, int waits_between, int waits_at_end) {
+    cta::launch(1, 32, 512, [=] { copies_out(out, rounds, waits_between, waits_at_end); });
+}
 void run_neighbours(unsigned ctas, int* out, int with_barrier) {
     cta::launch(ctas, 128, 0, [=] { neighbours(out, with_barrier); });
 }
@@ -206,6 +232,9 @@ void run_atomics(unsigned ctas, int* integers, float* sum, uint32_t* order) {
 }
 void run_queue(unsigned ctas, int* next, int num_items, int* taken) {
     cta::launch(ctas, 64, 0, [=] { queue(next, num_items, taken); });
+}
+void run_orders(unsigned threads, int* before, int* after) {
+    cta::launch(1, threads, 0, [=] { orders(before, after); });
 }
 void run_places(int* out) { cta::launch({2, 3, 2}, {32, 2, 3}, 0, [=] { places(out); }); }
 void run_misuse(int kind, int* out) { cta::launch(1, 64, 1024, [=] { misuse(kind, out); }); }

@@ -117,13 +117,19 @@ inline void stage_end(uint32_t) { cta::thread->stage_calls++; }
 inline uint64_t evict_first_policy() { return 0; }
 inline uint64_t evict_last_policy() { return 0; }
 
+#if defined(TAILPACK_NO_BULK_COPY)
 inline void lane_copy_out(void* to, const void* from, uint32_t bytes, Where where = Where::here()) {
     if (bytes == 0) return;
-    const uintptr_t together = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
-    if (together % 16 != 0) cta::fail("lane_copy_out: addresses and sizes are multiples of 16", where);
-    std::memcpy(to, cta::shared_pointer(cta::shared_address(from, where), bytes, 16, "lane_copy_out", where), bytes);
+    cta::start_copy_out(to, from, bytes, "lane_copy_out", where);
+    cta::wait_for_copies_out();
 }
 inline void lane_copy_out_wait() {}
+#else
+inline void lane_copy_out(void* to, const void* from, uint32_t bytes, Where where = Where::here()) {
+    if (bytes > 0) cta::start_copy_out(to, from, bytes, "lane_copy_out", where);
+}
+inline void lane_copy_out_wait() { cta::wait_for_copies_out(); }
+#endif
 
 // ---- programmatic dependent launch: launches here run one after the other
 
@@ -168,6 +174,15 @@ template <> inline uint32_t pack_halves<__half>(float low, float high) {
 }
 template <typename T> inline uint32_t multiply_halves(uint32_t a, uint32_t b) { // products are exact in f32
     return pack_halves<T>(half_of<T>(a, 0) * half_of<T>(b, 0), half_of<T>(a, 1) * half_of<T>(b, 1));
+}
+template <typename T> inline void halves_to_floats(uint32_t halves, float& low, float& high) {
+    low = half_of<T>(halves, 0);
+    high = half_of<T>(halves, 1);
+}
+// Magnitudes of halves order like their bits, NaN above infinity.
+template <typename T> inline uint32_t max_magnitudes(uint32_t a, uint32_t b) {
+    const uint32_t low = max(a & 0x7fffu, b & 0x7fffu), high = max(a & 0x7fff0000u, b & 0x7fff0000u);
+    return low | high;
 }
 
 // ---- tensor cores
@@ -237,17 +252,8 @@ inline void mma_half(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
                      Where where = Where::here()) {
     mma<2, float>("mma_half", where, c, {a0, a1, a2, a3}, {b0, b1}, half_of<T>, half_of<T>);
 }
-// ---- broken invariants
 
-template <typename T> inline void halves_to_floats(uint32_t halves, float& low, float& high) {
-    low = half_of<T>(halves, 0);
-    high = half_of<T>(halves, 1);
-}
-// Magnitudes of halves order like their bits, NaN above infinity.
-template <typename T> inline uint32_t max_magnitudes(uint32_t a, uint32_t b) {
-    const uint32_t low = max(a & 0x7fffu, b & 0x7fffu), high = max(a & 0x7fff0000u, b & 0x7fff0000u);
-    return low | high;
-}
+// ---- broken invariants
 
 inline void trap(Where where = Where::here()) { cta::fail("trap", where); }
 
