@@ -300,8 +300,8 @@ def _tail_group(group: LayerGroup, tail_tokens: int, located: Sequence[tuple[Spa
             given=f"tail slots {sorted(place.tail_slot for place in places)}",
             allowed="each once",
         )
-    as_rows = (torch.tensor(values, dtype=torch.int64) for values in (decode, slots, rows))
-    return GroupBatch(tuple(places), *as_rows)
+    write_rows, write_to, write_at = (torch.tensor(values, dtype=torch.int64) for values in (decode, slots, rows))
+    return GroupBatch(tuple(places), write_rows, write_to, write_at)
 
 
 def tile_rows(count: int) -> int:

@@ -31,6 +31,7 @@ from protos.errors import (
 )
 from protos.page_hash import PAGE_TOKENS
 from worker.config import WorkerConfig
+from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView
 from worker.model_runner import ModelRunner
 from worker.sampler import Draw, Drawn, sample
@@ -78,8 +79,16 @@ class Engine:
         torch.set_num_threads(config.num_threads)
         with torch.inference_mode():
             kv = KvView(model.geometry, attachment.arenas, attachment.tails)
-            self._runner = ModelRunner(model.network, kv, deterministic=config.deterministic)
-            self._held = SequenceKv(attachment, kv)
+            on_gpu = GpuPages(kv) if kv.device.type != "cpu" else None
+            self._runner = ModelRunner(
+                model.network,
+                kv,
+                on_gpu,
+                deterministic=config.deterministic,
+                max_sequences=config.max_running,
+                max_sequence_tokens=model.info.max_sequence_tokens,
+            )
+            self._held = SequenceKv(attachment, kv, on_gpu)
         self.failed = threading.Event()
         self.failure: TailpackError | None = None
         self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)

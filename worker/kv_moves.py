@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from kernels.page_codec import RegionRows, copy_records, pack_pages
+from kernels.pages_cuda import PageRows
 from kvstore.client import NewPage, PageCopy, Refill, Relinked, Split, TailCopy, page_checksum
 from protos.page_hash import PAGE_TOKENS
+from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView, RegionView, Workspace, place_of
 
 
@@ -56,9 +58,16 @@ def copy_tails(kv: KvView, copies: Iterable[TailCopy]) -> None:
         kv.copy_tail(copy.group, copy.from_slot, copy.to_slot)
 
 
-def refill_tails(kv: KvView, refills: Iterable[Refill], reason: str) -> None:
+def refill_tails(kv: KvView, refills: Iterable[Refill], reason: str, on_gpu: GpuPages | None = None) -> None:
     """Dequantises tokens out of pages into tail rings; counted under ``reason``. Lossy."""
     for refill in refills:
+        if on_gpu is not None:
+            on_gpu.refill(refill.group, _refilled(refill))
+            for view in kv.by_group[refill.group]:
+                kv.counters.rows_dequantised[reason] += (
+                    refill.num_tokens // view.region.ratio * (view.packed is not None)
+                )
+            continue
         place = place_of([-1] * (refill.first_token // PAGE_TOKENS) + refill.page_ids, base=1 << 62)
         for view in kv.by_group[refill.group]:
             if view.packed is None:
@@ -67,7 +76,9 @@ def refill_tails(kv: KvView, refills: Iterable[Refill], reason: str) -> None:
             _to_ring(view, refill.tail_slot, refill.first_token // view.region.ratio, rows)
 
 
-def pack(kv: KvView, jobs: Sequence[SealJob], workspace: Workspace) -> dict[tuple[str, int], int]:
+def pack(
+    kv: KvView, jobs: Sequence[SealJob], workspace: Workspace, on_gpu: GpuPages | None = None
+) -> dict[tuple[str, int], int]:
     """Packs every page that is due, all sequences and all layers of a group in one call of the codec.
 
     Returns:
@@ -77,6 +88,9 @@ def pack(kv: KvView, jobs: Sequence[SealJob], workspace: Workspace) -> dict[tupl
     checksums: dict[tuple[str, int], int] = {}
     for group, views in kv.by_group.items():
         due = [(job, page) for job in jobs if job.rows.group == group for page in job.pages]
+        if on_gpu is not None:
+            checksums |= _pack_on_gpu(kv, on_gpu, group, due, workspace)
+            continue
         fresh = [(job, page) for job, page in due if page.source is None]
         if fresh:
             _pack_rows(views, fresh, workspace)
@@ -109,6 +123,48 @@ def fill_tails(kv: KvView, kept: Iterable[tuple[SpanRows, int]], workspace: Work
                 rows = workspace.rows(view, span.workspace_row + first - span.start, end - first)
                 _to_ring(view, span.tail_slot, first // ratio, rows)
     kv.counters.append_ns += time.perf_counter_ns() - began_ns
+
+
+def _pack_on_gpu(
+    kv: KvView, on_gpu: GpuPages, group: str, due: Sequence[tuple[SealJob, NewPage]], workspace: Workspace
+) -> dict[tuple[str, int], int]:
+    """As ``pack``, of one group."""
+    written: list[tuple[int, PageRows]] = []
+    for job, page in due:
+        if isinstance(page.source, Relinked):
+            kv.counters.pages_relinked += 1
+            continue
+        kept = 0
+        if isinstance(page.source, Split):
+            kept = page.source.num_tokens
+            if page.source.from_page != page.page_id:
+                arena = kv.page_bytes(group)
+                arena[page.page_id] = arena[page.source.from_page]
+        written.append((page.page_id, _page_rows_of(job.rows, page, kept)))
+    if not written:
+        return {}
+    kv.counters.pages_packed += len(written)
+    checksums = on_gpu.seal(group, [rows for _, rows in written], workspace)
+    return {(group, page_id): checksum for (page_id, _), checksum in zip(written, checksums, strict=True)}
+
+
+def _page_rows_of(span: SpanRows, page: NewPage, kept: int) -> PageRows:
+    """Where the rows of page ``page.index`` are: in the ring below the span's start, in the workspace from there on."""
+    first = page.index * PAGE_TOKENS
+    in_ring = PAGE_TOKENS if span.workspace_row < 0 else min(PAGE_TOKENS, max(0, span.start - first))
+    behind = span.workspace_row + first + in_ring - span.start if in_ring < PAGE_TOKENS else 0
+    return PageRows(page.page_id, first, span.tail_slot, in_ring, behind, begin=kept)
+
+
+def _refilled(refill: Refill) -> list[PageRows]:
+    """The pages that a refill reads, each with the part of it that goes into the ring."""
+    first_page, end = refill.first_token // PAGE_TOKENS, refill.first_token + refill.num_tokens
+    pages = []
+    for index, page_id in enumerate(refill.page_ids, first_page):
+        first = index * PAGE_TOKENS
+        begin, stop = max(refill.first_token, first) - first, min(end, first + PAGE_TOKENS) - first
+        pages.append(PageRows(page_id, first, refill.tail_slot, PAGE_TOKENS, 0, begin, stop))
+    return pages
 
 
 def _pack_rows(views: Sequence[RegionView], due: Sequence[tuple[SealJob, NewPage]], workspace: Workspace) -> None:

@@ -127,12 +127,22 @@ class KvView:
             self.regions[key] = RegionView(region, group, dtype, dense.get(key), packed.get(key), rings.get(key))
             self.by_group[group.name].append(self.regions[key])
 
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        held = (*self._pages.values(), *self._tail_slots.values())
+        return held[0].device
+
     def view(self, layer: int, kind: str) -> RegionView:
         return self.regions[layer, kind]
 
     def page_memory(self, group: str, page: int) -> memoryview:
         """The bytes of a page; of a page on a GPU, a copy."""
         return self._pages[group][page].cpu().numpy().data
+
+    def page_bytes(self, group: str) -> torch.Tensor:
+        """u8 [num_pages, page_bytes]: the arena of a group that has pages."""
+        return self._pages[group]
 
     def copy_tail(self, group: str, from_slot: int, to_slot: int) -> None:
         """Copies all bytes of a tail slot."""
@@ -212,6 +222,10 @@ class Workspace:
     def rows(self, view: RegionView, first: int, count: int) -> torch.Tensor:
         """[count, heads, dim], a view."""
         return self._rows[view.region.layer, view.region.kind][first : first + count]
+
+    def of(self, view: RegionView) -> torch.Tensor | None:
+        """All of a region's rows [P, heads, dim]; None where the step has none."""
+        return self._rows.get((view.region.layer, view.region.kind))
 
 
 def _bytes(arena: Arena, size: int, what: str, driver: Driver | None) -> torch.Tensor:

@@ -10,7 +10,9 @@ import torch
 
 from protos.errors import PreconditionFailed
 from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
+from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView, Workspace
+from worker.models.attention import Attend, attend
 from worker.models.layers import Tiles
 from worker.models.llama import Llama
 from worker.scheduler import Work
@@ -34,16 +36,42 @@ class Step:
 class ModelRunner:
     """The model and the memory it writes to. Used by the engine thread only.
 
+    Args:
+        pages: of ``kv``, where it lies on a GPU.
+        max_sequences, max_sequence_tokens: the largest step; a GPU's workspaces are made for it.
+
     Raises (constructor, deterministic mode):
         PreconditionFailed: NOT_DETERMINISTIC, see ``check_tiles``.
     """
 
-    def __init__(self, network: Llama, kv: KvView, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        network: Llama,
+        kv: KvView,
+        pages: GpuPages | None = None,
+        *,
+        deterministic: bool,
+        max_sequences: int,
+        max_sequence_tokens: int,
+    ) -> None:
         self._network = network
         self._kv = kv
         self._deterministic = deterministic
         if deterministic:
             check_tiles(network)
+        self._attend: Attend = attend
+        if pages is not None:
+            from worker.models.gpu_attention import GpuAttention  # not before there is a GPU: it needs CuPy
+
+            on_gpu = GpuAttention(
+                kv,
+                pages,
+                q_heads=network.config.q_heads,
+                max_sequences=max_sequences,
+                max_sequence_tokens=max_sequence_tokens,
+            )
+            on_gpu.load()
+            self._attend = on_gpu
 
     @property
     def kv(self) -> KvView:
@@ -67,7 +95,7 @@ class ModelRunner:
         if self._network.device.type != "cpu":
             batch = batch.to(self._network.device)
         workspace = Workspace(batch)
-        logits = self._network.forward(batch, self._kv, workspace)
+        logits = self._network.forward(batch, self._kv, workspace, self._attend)
         return Step(logits.to("cpu"), workspace, batch.workspace_of_work)
 
 

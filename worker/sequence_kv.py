@@ -18,6 +18,7 @@ from protos.errors import InternalError
 from protos.page_hash import PAGE_TOKENS
 from worker import kv_moves
 from worker.due import base_after, needs_pages, seals, worst_pages
+from worker.gpu_pages import GpuPages
 from worker.kv_moves import SealJob, SpanRows
 from worker.kv_view import KvView
 from worker.model_runner import Step
@@ -42,15 +43,19 @@ class Kept:
 
 
 class SequenceKv:
-    """One attachment and the view of its memory. ``kv.counters`` count what happened to rows."""
+    """One attachment and the view of its memory. ``kv.counters`` count what happened to rows.
 
-    def __init__(self, attachment: Attachment, kv: KvView) -> None:
+    ``on_gpu``: what packs and unpacks where packed pages lie on a GPU.
+    """
+
+    def __init__(self, attachment: Attachment, kv: KvView, on_gpu: GpuPages | None = None) -> None:
         self.kv = kv
         self._attachment = attachment
         self._geometry = kv.geometry
         self._tailed = [group for group in kv.geometry.groups if group.has_tail]
         self._packed = [group for group in kv.geometry.groups if group.packed]
         self._mode_missed = False
+        self._on_gpu = on_gpu
         self.num_checkpoints_skipped = 0
 
     @property
@@ -88,7 +93,7 @@ class SequenceKv:
         # Tokens that went out stay as exact as what they were computed over.
         opened.prefix_exact = answer.prefix_exact and (opened.prefix_exact or not opened.num_emitted)
         kv_moves.copy_tails(self.kv, answer.tail_copies)
-        kv_moves.refill_tails(self.kv, answer.refills, "resume")
+        kv_moves.refill_tails(self.kv, answer.refills, "resume", self._on_gpu)
         return None
 
     def release(self, ended: Seq, *, keep: bool) -> None:
@@ -146,7 +151,7 @@ class SequenceKv:
                 if workspace_row >= 0:
                     laps = w.end - base > self._geometry.tail_tokens(group)
                     (late if laps else soon).append((rows, base_after(self._geometry, group, base, w.end, 1)))
-        checksums = kv_moves.pack(self.kv, jobs, step.workspace)
+        checksums = kv_moves.pack(self.kv, jobs, step.workspace, self._on_gpu)
         kv_moves.fill_tails(self.kv, soon, step.workspace)
         return Kept(checksums, late, step)
 
@@ -204,7 +209,7 @@ class SequenceKv:
         truncated = self._attachment.truncate(cut.slot, num_tokens)
         kv_moves.copy_pages(self.kv, truncated.copies)
         kv_moves.copy_tails(self.kv, truncated.tail_copies)
-        kv_moves.refill_tails(self.kv, truncated.refills, "rollback")
+        kv_moves.refill_tails(self.kv, truncated.refills, "rollback", self._on_gpu)
         cut.num_computed = min(cut.num_computed, truncated.num_tokens)
         del cut.token_ids[num_tokens + 1 :]
         if next_token is not None:

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kernels.page_layout import FRAGMENTS
 from kvstore.geometry import CacheGeometry, apply_mode
 from protos import types_pb2
 from protos.errors import ModelError
 from worker import model_config
 from worker.config import WorkerConfig
+from worker.gpu import torch_device
 from worker.kv_view import TORCH_DTYPES
 from worker.models.llama import MODEL_TYPES, Llama, LlamaConfig
 
@@ -40,7 +42,7 @@ class Model:
 
 
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
-    """Reads config and weights, checks both, converts to the config's dtype.
+    """Reads config and weights, checks both, converts to the config's dtype, on the config's device.
 
     The weights digest is blake2b-128 over name, dtype, shape and bytes of every tensor as stored, in order of names.
 
@@ -64,14 +66,17 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
     model_config.check_length(raw, config.max_sequence_tokens)
     max_sequence_tokens = config.max_sequence_tokens or shapes.max_positions
     dtype = _dtype_name(config, raw)
+    device = torch_device(config.device)
     geometry = apply_mode(
         shapes.geometry(dtype, max_sequence_tokens),
         config.kv_mode,
         config.preset,
         config.dense_layers,
-        compiled_only=not config.device.startswith("cpu:"),
+        compiled_only=device.type != "cpu",
     )
-    weights, digest = _load_tensors(config.model, shapes, TORCH_DTYPES[dtype], progress)
+    if device.type != "cpu":  # packed pages in the order of the GPU's kernels
+        geometry = geometry.with_page_layout(FRAGMENTS)
+    weights, digest = _load_tensors(config.model, shapes, TORCH_DTYPES[dtype], device, progress)
     num_parameters = sum(tensor.numel() for tensor in weights.values())
     return Model(
         network=Llama(shapes, raw, weights, max_sequence_tokens),
@@ -91,7 +96,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
 
 
 def _load_tensors(
-    folder: Path, shapes: LlamaConfig, dtype: torch.dtype, progress: Progress | None
+    folder: Path, shapes: LlamaConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None
 ) -> tuple[dict[str, torch.Tensor], bytes]:
     expected, where = shapes.tensors(), _locate_tensors(folder)
     _compare_names(set(expected), set(where), shapes.tied, folder)
@@ -117,7 +122,7 @@ def _load_tensors(
         digest.update(stored.contiguous().view(-1).view(torch.uint8).numpy().data)
         done += stored.nbytes
         # A copy of its own: what safetensors hands out may lie in the mapped file, which can change under us.
-        weights[name] = stored.to(dtype, copy=True)
+        weights[name] = stored.to(device, dtype, copy=True)
         if not torch.isfinite(weights[name]).all():
             raise ModelError(
                 f"tensor {name} holds NaN or infinity",

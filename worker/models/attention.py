@@ -10,11 +10,28 @@ Partial results are merged by their log-sum-exp (Milakov & Gimelshein 2018; Dao 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from kernels.attention import Part, attend_dense, attend_packed, merge
 from worker.batch import Batch, Place, Span
 from worker.kv_view import KvView, RegionView
+
+
+class Attend(Protocol):
+    """``attend`` below, or ``worker.models.gpu_attention.GpuAttention``."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_view: RegionView,
+        v_view: RegionView,
+        kv: KvView,
+        batch: Batch,
+    ) -> torch.Tensor: ...
 
 
 def _flash(

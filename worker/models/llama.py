@@ -14,7 +14,7 @@ from protos.errors import ModelError
 from worker.batch import Batch
 from worker.kv_view import KvView, Workspace
 from worker.models import layers
-from worker.models.attention import attend
+from worker.models.attention import Attend, attend
 from worker.models.layers import rms_norm, rope_tables, rotate
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -196,7 +196,7 @@ class Llama:
         """Where the weights are, and every tensor of a forward pass."""
         return self.embed.device
 
-    def forward(self, batch: Batch, kv: KvView, workspace: Workspace) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KvView, workspace: Workspace, attend: Attend = attend) -> torch.Tensor:
         """Writes the batch's KV rows into pages, tails and workspace; returns logits [num_logits, vocab_size] f32."""
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         x = F.embedding(batch.token_ids, self.embed)

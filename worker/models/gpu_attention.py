@@ -1,0 +1,145 @@
+"""Attention of a step on a GPU: all decode rows of a layer in one call of the kernels, prompt chunks one by one.
+
+`worker.models.attention` does the same on a CPU. Both leave out, [R, q_heads, dim], for the same batch and views.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.decode import Batch as DecodeBatch
+from kernels.decode import DecodeLayer, DecodeOptions
+from kernels.decode_memory import Pages, Tail
+from kernels.decode_workspace import DecodeLimits, new_workspace
+from kernels.prefill import History, PrefillOptions, Workspace, attend_chunk
+from protos.page_hash import PAGE_TOKENS
+from worker.batch import Batch, Place, Span
+from worker.gpu_pages import GpuPages
+from worker.kv_view import KvView, RegionView
+from worker.models.attention import dense_rows
+
+
+class GpuAttention:
+    """The kernels of every layer of a model over one attachment's memory, and the workspaces that they share.
+
+    Args:
+        kv: its arenas lie on a GPU; regions "k" and "v" of each layer.
+        pages: of the same memory.
+        q_heads: of every layer.
+        max_sequences, max_sequence_tokens: the largest step.
+
+    Raises what DecodeLayer raises: a width, dtype or head count without a kernel, by name.
+    """
+
+    def __init__(
+        self, kv: KvView, pages: GpuPages, *, q_heads: int, max_sequences: int, max_sequence_tokens: int
+    ) -> None:
+        self._limits = DecodeLimits(max_sequences, -(-max_sequence_tokens // PAGE_TOKENS))
+        self._q_heads, self._pages = q_heads, pages
+        self._layers: dict[int, DecodeLayer] = {}
+        for (layer, kind), view in kv.regions.items():
+            if kind == "k":
+                self._layers[layer] = self._layer(view, kv.view(layer, "v"))
+        first = next(iter(self._layers.values()))
+        self._decode_workspace = new_workspace(
+            max(layer.workspace_bytes for layer in self._layers.values()), first.device
+        )
+        for decode in self._layers.values():
+            decode.use_workspace(self._decode_workspace)
+        views = [kv.view(layer, "k") for layer in self._layers]
+        widest = max(views, key=lambda view: view.region.heads * view.region.dim)
+        self._prefill_workspace = Workspace(
+            widest.region.heads, widest.region.dim, widest.dtype, self._decode_workspace.device
+        )
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Workspaces by name, for the ledger."""
+        return {"decode": self._decode_workspace.numel(), "prefill": self._prefill_workspace.num_bytes}
+
+    def load(self) -> None:
+        """Loads every kernel, compiling what no archive has: seconds, before the worker reports ready."""
+        for layer in self._layers.values():
+            layer.load()
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_view: RegionView,
+        v_view: RegionView,
+        kv: KvView,
+        batch: Batch,
+    ) -> torch.Tensor:
+        """As ``worker.models.attention.attend``."""
+        out = q.new_zeros(q.shape) if batch.padded else torch.empty_like(q, memory_format=torch.contiguous_format)
+        where = batch.groups[k_view.group.name]
+        for span, place in zip(batch.spans, where.places, strict=True):
+            if span.num_rows > 1:
+                rows = slice(span.first_row, span.first_row + span.num_rows)
+                out[rows] = self._chunk(q[rows], k[rows], v[rows], k_view, v_view, kv, span, place)
+        decode = where.decode
+        if decode is not None:
+            slots = decode.tail_slots if k_view.tail is not None else None
+            step = DecodeBatch(decode.page_table, decode.bases, decode.num_tokens, slots)
+            rows_q = q[decode.rows].unsqueeze(1)
+            attended = self._layers[k_view.region.layer](rows_q, step, out=torch.empty_like(rows_q))
+            out[decode.rows] = attended.squeeze(1)
+        return out
+
+    def _layer(self, k_view: RegionView, v_view: RegionView) -> DecodeLayer:
+        tail = None
+        if k_view.tail is not None and v_view.tail is not None:
+            tail = Tail(k_view.tail, v_view.tail)
+        return DecodeLayer(
+            keys=_pages(k_view),
+            values=_pages(v_view),
+            tail=tail,
+            q_heads=self._q_heads,
+            dtype=k_view.dtype,
+            options=DecodeOptions(k_view.region.dim**-0.5, k_view.group.window),
+            limits=self._limits,
+        )
+
+    def _chunk(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_view: RegionView,
+        v_view: RegionView,
+        kv: KvView,
+        span: Span,
+        place: Place,
+    ) -> torch.Tensor:
+        """q [T, q_heads, dim] of a prompt chunk over packed tokens [seen, base), dense rows and its own."""
+        window = k_view.group.window
+        first = max(0, span.start - window + 1) if window else 0
+        history = None
+        if k_view.packed is not None and v_view.packed is not None and place.base > first:
+            history = History(k_view.packed, v_view.packed, place.page_ids, place.base)
+            kv.counters.rows_dequantised["attention"] += 2 * (place.base - first)
+            first = place.base
+        k_rows, v_rows = (dense_rows(kv, view, place, first, own, span) for view, own in ((k_view, k), (v_view, v)))
+        return attend_chunk(
+            q,
+            k_rows,
+            v_rows,
+            first_position=span.start,
+            first_row=first,
+            history=history,
+            options=PrefillOptions(q.shape[-1] ** -0.5, window),
+            workspace=self._prefill_workspace,
+            restore=self._pages.restore,
+        )
+
+
+def _pages(view: RegionView) -> Pages:
+    """Where the layer's pages are; of a group without pages, one that is never read."""
+    if view.packed is not None:
+        return view.packed
+    if view.pages is not None:
+        return view.pages
+    assert view.tail is not None
+    return view.tail.new_empty((1, PAGE_TOKENS, view.region.heads, view.region.dim))
