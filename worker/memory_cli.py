@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.table import Table
 from kvstore import client
 from protos import kvstore_pb2, router_pb2, router_pb2_grpc, rpc, worker_pb2, worker_pb2_grpc
 from protos.cli_options import HelpAllCommand
+from protos.errors import DeadlineExceeded, Unavailable
 
 TIMEOUT_S = 5.0
 HOST = "host"
@@ -113,22 +115,28 @@ def gathered(
 
 
 def _workers_of(router: str) -> list[str]:
-    with rpc.sync_channel(router) as channel:
-        try:
-            stub = router_pb2_grpc.RouterStub(channel)
-            answer = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=TIMEOUT_S)
-        except grpc.RpcError as failure:
-            raise rpc.error_from(failure) from failure
+    with _asking("router", router) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        answer = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=TIMEOUT_S)
     return [worker.address for worker in answer.workers if worker.state in ("ready", "draining")]
 
 
 def _info(address: str) -> worker_pb2.InfoResponse:
+    with _asking("worker", address) as channel:
+        return worker_pb2_grpc.WorkerStub(channel).Info(worker_pb2.InfoRequest(with_memory=True), timeout=TIMEOUT_S)
+
+
+@contextmanager
+def _asking(what: str, address: str) -> Iterator[grpc.Channel]:
+    """Raises Unavailable with the address, or whatever else the call came to."""
     with rpc.sync_channel(address) as channel:
         try:
-            stub = worker_pb2_grpc.WorkerStub(channel)
-            return stub.Info(worker_pb2.InfoRequest(with_memory=True), timeout=TIMEOUT_S)
+            yield channel
         except grpc.RpcError as failure:
-            raise rpc.error_from(failure) from failure
+            error = rpc.error_from(failure)
+            if isinstance(error, Unavailable | DeadlineExceeded):
+                raise Unavailable(f"no {what} answers", given=address, hint=error.message) from failure
+            raise error from failure
 
 
 def _as_json(place: Place) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
+from protos.errors import Unavailable
 from tests.scenarios.kvstore_process import StoreProcess
 from tests.unit.tiny import config_for, write_model
 from worker import shell
@@ -51,3 +52,10 @@ async def test_every_owner_is_named_and_counted(tmp_path: Path) -> None:
     assert group.arena_bytes == uses["cpu:0", "pages full"] + uses["cpu:0", "tails full"]
     for word in ("weights", "pages full", "tails full", "control block", "together"):
         assert word in as_table.output
+
+
+def test_who_does_not_answer_is_named() -> None:
+    for what in ("router", "worker"):
+        failed = CliRunner().invoke(memory, [f"--{what}", "127.0.0.1:1"])
+        assert isinstance(failed.exception, Unavailable)
+        assert f"no {what} answers; given: 127.0.0.1:1" in str(failed.exception)

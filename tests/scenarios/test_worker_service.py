@@ -77,7 +77,8 @@ class Scene:
 async def scene() -> AsyncIterator[Scene]:
     sessions = Sessions(asyncio.get_running_loop())
     engine = ScriptedEngine(sessions.emit)
-    service = WorkerService(engine, sessions, types_pb2.WorkerInfo(worker_id="w", incarnation="i"))  # type: ignore[arg-type]
+    info = types_pb2.WorkerInfo(worker_id="w", incarnation="i")
+    service = WorkerService(engine, sessions, info, worker_pb2.WorkerMemory)  # type: ignore[arg-type]
     server = rpc.RpcServer("worker")
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, SERVICE)
     address = await server.start("127.0.0.1:0")
