@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kernels.cells import Cell
+from kernels.cells import Cell, pairs_of
 from kernels.compiler import INSTALL, ToolchainError
 from kernels.cubins import cubin_path
 
@@ -34,6 +34,7 @@ _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.
 # HMMA, IMMA, DMMA, QMMA, ... (mma.sync), HGMMA, ... (wgmma), UTCHMMA, ... (tcgen05)
 _TENSOR = re.compile(r"^(?:[A-Z]?G?MMA|UTC[A-Z]*MMA)$")
 _LOADS = {"LDG", "LDGSTS", "UBLKCP", "UTMALDG"}
+WIDE_LOADS = {"LDG.128", "LDG.256", "LDGSTS.128", "UBLKCP", "UTMALDG"}  # 16 bytes a thread or more, or bulk copies
 _WIDTH = re.compile(r"^[US]?(8|16|64|128|256)$")
 
 
@@ -183,7 +184,7 @@ def verify(
     Raises ToolchainError where there is no inspector or no compiler (whose version is part of a cubin's name).
     """
     tool = inspector or find_inspector()
-    pairs = [(cell, arch, cubin_path(cell, arch, folder)) for arch in arches for cell in cells]
+    pairs = [(cell, arch, cubin_path(cell, arch, folder)) for cell, arch in pairs_of(cells, arches)]
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         findings = []
         for finding in pool.map(lambda pair: _inspect(pair[0], pair[1], pair[2], tool), pairs):
@@ -207,11 +208,13 @@ def _inspect(cell: Cell, arch: str, path: Path, inspector: Path) -> Finding:
     others = sorted({facts.arch for facts in kernels} - {arch})
     absent = sorted(set(cell.kernels) - {facts.name for facts in kernels})
     unsized = sorted(facts.name for facts in kernels if not facts.registers)
-    if others or absent:
-        reason = "; ".join(
-            [f"holds {', '.join(others)} instead"] * bool(others) + [f"lacks {', '.join(absent)}"] * bool(absent)
-        )
-        return Finding(cell, arch, Status.WRONG, reason, kernels)
+    wrong = [f"holds {', '.join(others)} instead"] * bool(others) + [f"lacks {', '.join(absent)}"] * bool(absent)
+    for facts in kernels:
+        if facts.name in cell.tensor_kernels:
+            wrong += [f"{facts.name} has no tensor-core instruction"] * (not facts.tensor)
+            wrong += [f"{facts.name} loads less than 16 bytes at a time"] * (not WIDE_LOADS & set(facts.loads))
+    if wrong:
+        return Finding(cell, arch, Status.WRONG, "; ".join(wrong), kernels)
     if unsized:
         return Finding(cell, arch, Status.UNANSWERED, f"no resource usage for {', '.join(unsized)}", kernels)
     return Finding(cell, arch, Status.OBSERVED, "", kernels)

@@ -6,9 +6,11 @@ Cells outside DECLARED compile on demand, on the device that asks, and are logge
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kernels.widths import COMPILED_WIDTHS, PACKED_BITS
+from kernels.decode_tiling import tiling_defines
+from kernels.widths import COMPILED_WIDTHS, PACKED_BITS, PRESETS
 
 # Adding an arch is adding a line. A suffix "a" means that the cubin runs on exactly this arch.
 ARCHES: tuple[str, ...] = (
@@ -25,14 +27,18 @@ ZERO_NORM = 1e-10
 MAX_NORM = 1e37
 
 ROW_TYPES: dict[str, str] = {"bf16": "__nv_bfloat16", "f16": "__half", "f32": "float"}
+MODEL_TYPES = ("bf16", "f16")  # what attention takes and gives
+PHASES = ("prepare", "attend", "merge")  # the launches of one decode call, in order
 
 
 @dataclass(frozen=True)
 class Cell:
     """One compilation unit.
 
-    source: file in kernels/csrc. preset: "b4" for the codec's kernels (bits a code), "tq4" and the like for attention.
-    variant: what else is fixed at compile time, such as the row dtype. kernels: the names an archive must show.
+    source: file in kernels/csrc. preset: "b4" for the codec's kernels (bits a code); for attention what the pages hold,
+    "tq4" and the like, "fp8" or "dense". variant: what else is fixed at compile time, such as the row dtype.
+    kernels: the names an archive must show. arches: the only ones that it is for; () all.
+    tensor_kernels: those whose machine code must hold tensor-core instructions and loads of 16 bytes or more.
     """
 
     source: str
@@ -41,10 +47,20 @@ class Cell:
     variant: str
     kernels: tuple[str, ...]
     defines: tuple[tuple[str, str], ...]
+    arches: tuple[str, ...] = ()
+    tensor_kernels: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return f"{self.source.removesuffix('.cu')}-w{self.width}-{self.preset}-{self.variant}"
+
+
+def pairs_of(cells: Iterable[Cell], arches: Iterable[str]) -> list[tuple[Cell, str]]:
+    """Each cell with each of `arches` that it is built for, once, arch by arch."""
+    distinct = tuple(dict.fromkeys(cells))
+    return [
+        (cell, arch) for arch in dict.fromkeys(arches) for cell in distinct if not cell.arches or arch in cell.arches
+    ]
 
 
 def codec_cell(width: int, bits: int, row_type: str) -> Cell:
@@ -62,5 +78,76 @@ def codec_cell(width: int, bits: int, row_type: str) -> Cell:
     return Cell("turboquant.cu", width, f"b{bits}", row_type, (pack, unpack), tuple(defines.items()))
 
 
+@dataclass(frozen=True)
+class AttentionVariant:
+    """What else is fixed when a decode cell is compiled.
+
+    row_type: of queries, tails and outputs. vectors: query vectors of a kv head that one pass over the rows serves.
+    softcap: whether scores are capped; the other machine code knows nothing of it. profile: whether phases are timed.
+    """
+
+    row_type: str = "bf16"
+    vectors: int = 4
+    softcap: bool = False
+    profile: bool = False
+
+    @property
+    def name(self) -> str:
+        flags = [name for name in ("softcap", "profile") if getattr(self, name)]
+        return "-".join([self.row_type, f"c{self.vectors}", *flags])
+
+
+def packed_cell(width: int, preset: str, variant: AttentionVariant) -> Cell:
+    """Decode attention over packed keys and values of their own (page layout 2), by integer tensor cores."""
+    bits = PRESETS[preset]
+    own = {"TAILPACK_KEY_BITS": str(bits.key_bits), "TAILPACK_VALUE_BITS": str(bits.value_bits)}
+    own |= tiling_defines(width, bits.key_bits, bits.value_bits, variant.vectors)
+    return _decode_cell("decode_packed.cu", width, preset, variant, own)
+
+
+def rows_cell(width: int, source: str, variant: AttentionVariant) -> Cell:
+    """Decode attention over rows as they lie in pages: "dense", "fp8", or "tq2", "tq3", "tq4" (shared by K and V)."""
+    return _decode_cell("decode_rows.cu", width, source, variant, {"TAILPACK_SOURCE": source})
+
+
+def mqa_cell(width: int, source: str, variant: AttentionVariant) -> Cell:
+    """Decode attention of many query heads over rows shared by K and V, by Hopper's warpgroup instructions."""
+    return _decode_cell("decode_mqa.cu", width, source, variant, {"TAILPACK_SOURCE": source}, ("sm_90a",))
+
+
+def _decode_cell(
+    source: str,
+    width: int,
+    preset: str,
+    variant: AttentionVariant,
+    own: dict[str, str],
+    arches: tuple[str, ...] = (),
+) -> Cell:
+    stem = source.removesuffix(".cu").removeprefix("decode_")
+    suffix = f"{stem}_w{width}_{preset}_{variant.name.replace('-', '_')}"
+    kernels = tuple(f"{phase}_{suffix}" for phase in PHASES)
+    defines = {f"TAILPACK_KERNEL_{phase.upper()}": name for phase, name in zip(PHASES, kernels, strict=True)}
+    defines |= {"TAILPACK_WIDTH": str(width), **own, "TAILPACK_TYPE": ROW_TYPES[variant.row_type]}
+    defines |= {"TAILPACK_VECTORS": str(variant.vectors), "TAILPACK_SOFTCAP": str(int(variant.softcap))}
+    defines["TAILPACK_PROFILE"] = str(int(variant.profile))
+    return Cell(source, width, preset, variant.name, kernels, tuple(defines.items()), arches, kernels[1:2])
+
+
+def _declared_attention() -> tuple[Cell, ...]:
+    """What the served model families need; vectors by their GQA ratios, softcap where a family has it."""
+    few, many = AttentionVariant(vectors=4), AttentionVariant(vectors=8)
+    few_capped, many_capped = AttentionVariant(vectors=4, softcap=True), AttentionVariant(vectors=8, softcap=True)
+    cells = [packed_cell(width, preset, v) for width in (64, 128) for preset in PRESETS for v in (few, many)]
+    cells += [packed_cell(256, preset, v) for preset in PRESETS for v in (few, few_capped)]  # gemma: ratios 1 to 4
+    for source in ("dense", "fp8"):
+        cells += [rows_cell(width, source, many) for width in COMPILED_WIDTHS]
+        cells.append(rows_cell(256, source, many_capped))
+    cells += [rows_cell(512, "tq4", many), mqa_cell(512, "tq4", many)]  # deepseek_v4's raw rows
+    return tuple(cells)
+
+
 # Models run in bf16; rows of f16 and f32 are rare enough to compile on demand.
-DECLARED: tuple[Cell, ...] = tuple(codec_cell(width, bits, "bf16") for width in COMPILED_WIDTHS for bits in PACKED_BITS)
+DECLARED: tuple[Cell, ...] = (
+    *(codec_cell(width, bits, "bf16") for width in COMPILED_WIDTHS for bits in PACKED_BITS),
+    *_declared_attention(),
+)

@@ -18,7 +18,7 @@ from typing import NoReturn
 import click
 
 from kernels.archive import Finding, Status, exit_code, find_inspector, verify
-from kernels.cells import ARCHES, DECLARED
+from kernels.cells import ARCHES, DECLARED, pairs_of
 from kernels.compiler import ToolchainError, toolchain
 from kernels.cubins import BuildResult, build, default_folder
 
@@ -50,7 +50,7 @@ def build_command(arches: Sequence[str], folder: Path | None, jobs: int | None) 
     started = time.monotonic()
     try:
         versions = json.loads(toolchain().identity)
-        with _progress(len(wanted) * len(DECLARED)) as on_result:
+        with _progress(len(pairs_of(DECLARED, wanted))) as on_result:
             results = build(DECLARED, wanted, target, jobs=jobs, on_result=on_result)
     except ToolchainError as error:
         _cannot_answer(error)
@@ -86,9 +86,10 @@ def verify_command(
 
     def print_when_whole(finding: Finding) -> None:
         of_arch.append(finding)
-        if len(of_arch) == len(DECLARED) and not as_json:
-            _print_arch(finding.arch, of_arch, detail)
-        del of_arch[: len(of_arch) // len(DECLARED) * len(DECLARED)]
+        if len(of_arch) == len(pairs_of(DECLARED, [finding.arch])):
+            if not as_json:
+                _print_arch(finding.arch, of_arch, detail)
+            of_arch.clear()
 
     try:
         tool = inspector or find_inspector()

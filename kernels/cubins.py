@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.cells import Cell
+from kernels.cells import Cell, pairs_of
 from kernels.compiler import SOURCE_DIR, CompileError, ToolchainError, cell_key, compile_cubin, require_arch
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def build(
     jobs: int | None = None,
     on_result: Callable[[BuildResult], None] = lambda result: None,
 ) -> list[BuildResult]:
-    """Compile every cell for every arch, each pair once, in `jobs` processes (default: one per CPU).
+    """Compile every cell for every arch that it is for, each pair once, in `jobs` processes (default: one per CPU).
 
     A pair that fails to compile is a BuildResult with its error; the others go on. Raises ToolchainError where there is
     no compiler, or none that knows an arch, before any process is started.
@@ -106,7 +106,7 @@ def build(
     arches = tuple(dict.fromkeys(arches))
     for arch in arches:
         require_arch(arch)
-    pairs = [(cell, arch) for arch in arches for cell in dict.fromkeys(cells)]
+    pairs = pairs_of(cells, arches)
     results = []
     context = multiprocessing.get_context("spawn")  # a forked child would share the compiler's threads and locks
     with ProcessPoolExecutor(jobs or os.cpu_count() or 1, mp_context=context) as pool:

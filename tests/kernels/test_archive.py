@@ -1,6 +1,7 @@
 """What `tailpack kernels verify` answers: 0 pass, 1 the archive is at fault, 2 the environment could not answer.
 
-The archive under test is real: every declared cell for sm_90a and one Blackwell arch.
+The archive under test is real: every declared cell of the codec for sm_90a and one Blackwell arch, and a few of
+attention for all archs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +21,32 @@ from click.testing import CliRunner, Result
 
 from kernels import archive, cli
 from kernels.archive import Status, exit_code, find_inspector, parse_listing, verify
-from kernels.cells import DECLARED, Cell
+from kernels.cells import (
+    ARCHES as ALL_ARCHES,
+)
+from kernels.cells import (
+    DECLARED,
+    AttentionVariant,
+    Cell,
+    mqa_cell,
+    packed_cell,
+    pairs_of,
+    rows_cell,
+)
 from kernels.compiler import ToolchainError
-from kernels.cubins import cubin_path
+from kernels.cubins import build, cubin_path
 
 ARCHES = ("sm_90a", "sm_100a")
-FEW = DECLARED[:3]
+CODEC = tuple(cell for cell in DECLARED if cell.source == "turboquant.cu")
+FEW = CODEC[:3]
 CELL = FEW[0]
+# One cell of each attention source, for every arch; all of them take ten minutes.
+ATTENTION = (
+    packed_cell(64, "tq4", AttentionVariant(vectors=8)),
+    packed_cell(128, "tq3v2", AttentionVariant(vectors=4)),
+    rows_cell(64, "fp8", AttentionVariant(vectors=8)),
+    mqa_cell(512, "tq4", AttentionVariant(vectors=8)),
+)
 
 
 def run(*arguments: str | Path) -> Result:
@@ -37,12 +59,20 @@ def verify_command(folder: Path, *arguments: str | Path) -> Result:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every declared cell for ARCHES, built by the command. Read-only: tests change copies."""
+    """Every codec cell for ARCHES, built by the command. Read-only: tests change copies."""
     folder = tmp_path_factory.mktemp("archive")
     result = run("build", "--dir", folder, *[text for arch in ARCHES for text in ("--arch", arch)])
     assert result.exit_code == 0, result.output
-    assert f"{len(DECLARED) * len(ARCHES)} compiled" in result.output
+    assert f"{len(CODEC) * len(ARCHES)} compiled" in result.output
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def codec_alone() -> Iterator[None]:
+    """The commands know the codec's cells."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "DECLARED", CODEC)
+        yield
 
 
 @pytest.fixture
@@ -67,8 +97,8 @@ def test_the_whole_archive_passes_and_is_described(built: Path) -> None:
     result = verify_command(built, "--json")
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
-    assert len(lines) == len(ARCHES) * 2 * len(DECLARED)
-    assert {line["name"] for line in lines} == {kernel for cell in DECLARED for kernel in cell.kernels}
+    assert len(lines) == len(ARCHES) * 2 * len(CODEC)
+    assert {line["name"] for line in lines} == {kernel for cell in CODEC for kernel in cell.kernels}
     assert {line["arch"] for line in lines} == set(ARCHES)
     for line in lines:
         assert 16 <= line["registers"] <= 128, line
@@ -88,7 +118,7 @@ def test_the_tables_show_each_arch_and_kernel(folder: Path) -> None:
 def test_building_again_compiles_nothing(built: Path) -> None:
     result = run("build", "--dir", built, "--arch", "sm_90a")
     assert result.exit_code == 0
-    assert f"0 compiled, {len(DECLARED)} there already" in result.output
+    assert f"0 compiled, {len(CODEC)} there already" in result.output
     assert (
         result.output.count("there already") == 1 and len(result.output.splitlines()) == 3 and "{" not in result.output
     )
@@ -211,6 +241,52 @@ def test_nothing_asked_is_nothing_answered(tmp_path: Path) -> None:
     missing = verify([CELL], ["sm_90a"], tmp_path)
     assert [finding.status for finding in missing] == [Status.MISSING]
     assert exit_code(missing) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_attention_runs_on_the_tensor_cores_of_every_arch(tmp_path: Path) -> None:
+    results = build(ATTENTION, ALL_ARCHES, tmp_path)
+    assert [result.error for result in results if result.error] == []
+    findings = verify(ATTENTION, ALL_ARCHES, tmp_path)
+    assert len(findings) == len(pairs_of(ATTENTION, ALL_ARCHES)) == 3 * len(ALL_ARCHES) + 1
+    assert [finding.reason for finding in findings if finding.status is not Status.OBSERVED] == []
+    for finding in findings:
+        attend = next(facts for facts in finding.kernels if facts.name in finding.cell.tensor_kernels)
+        wanted = {"decode_packed.cu": "IMMA", "decode_rows.cu": "HMMA", "decode_mqa.cu": "HGMMA"}[finding.cell.source]
+        assert attend.tensor[wanted] > 0, attend
+        assert attend.spills <= 8, attend
+
+
+def test_a_cell_is_built_for_its_own_archs_alone() -> None:
+    only = replace(CELL, arches=("sm_90a",))
+    assert pairs_of([only, FEW[1], only], ["sm_90a", "sm_100a", "sm_90a"]) == [
+        (only, "sm_90a"),
+        (FEW[1], "sm_90a"),
+        (FEW[1], "sm_100a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "reason"),
+    [
+        (["IMMA.16832.S8.S8 R4, R8.ROW, R12.COL, R4", "LDG.E.128 R4, [R4.64]"], ""),
+        (["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24", "UBLKCP.S.G [UR8], [UR4], UR6"], ""),
+        (["IMAD R4, R8, R12, R4", "LDG.E.128 R4, [R4.64]"], "attend has no tensor-core instruction"),
+        (["HMMA.16816.F32.BF16 R4, R8, R12, R4", "LDG.E.64 R4, [R4.64]"], "attend loads less than 16 bytes at a time"),
+    ],
+)
+def test_an_attend_kernel_must_show_tensor_cores_and_wide_loads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, opcodes: list[str], reason: str
+) -> None:
+    cell = replace(CELL, kernels=("attend",), tensor_kernels=("attend",))
+    code = "\n".join(f"        /*{16 * i:04x}*/      {text} ;" for i, text in enumerate(opcodes))
+    usage = " Function attend:\n  REG:40 STACK:0 SHARED:0 LOCAL:0\n"
+    listing = f"{usage}\tcode for sm_90a\n\t\tFunction : attend\n{code}\n"
+    monkeypatch.setattr(archive, "list_cubin", lambda *_: listing)
+    cubin_path(cell, "sm_90a", tmp_path).write_bytes(b"a listing stands for it")
+    (finding,) = verify([cell], ["sm_90a"], tmp_path, inspector=tmp_path)
+    assert (finding.status, finding.reason) == (Status.WRONG if reason else Status.OBSERVED, reason)
 
 
 def test_the_census_counts_tensor_cores_loads_and_spills() -> None:
