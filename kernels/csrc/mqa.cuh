@@ -1,0 +1,375 @@
+// Decode attention of many query heads over one kv head whose rows are keys and values at once, on Hopper's warpgroup
+// tensor cores (wgmma.cuh). Width 512, rows packed at 4 bits in canonical order (page layout 1), tails dense.
+//
+// With 64 query vectors a row of 256 bytes takes 131,072 operations, so the tensor cores are the limit. A work item is one
+// item of the plan for one kv head and one block of up to 64 vectors. A CTA of three warpgroups takes work off a queue:
+//
+//   producer     decodes rows to bf16 (2 T - 1, exact; the scale is left to the scores) into two tiles of 64 rows x 512 in
+//                shared memory, each in two halves of 256 dims that are handed over apart
+//   consumers    side s (0, 1) computes the scores of tile s, 64 vectors x 64 rows over all 512 dims, and their weights
+//                p = 2^(x - reference); both sides add the weighted rows of both tiles, side s to dims [256 s, 256 s + 256)
+//
+// So a product of scores is done once, and each side hands its weights to the other through shared memory. Tiles are added
+// in their order by both sides. What side 1 has to compute while side 0 waits for weights, and the other way round, keeps
+// the tensor cores busy. The first row of scores of an item sets a vector's reference; it is raised, and what was summed is
+// scaled down, only when a score exceeds it by kHeadroom, as floats lose nothing by a common factor.
+//
+// Barriers (mbarriers; "round" counts pairs of tiles, over all work of the CTA):
+//   full[tile][half]    producer: decoded, and with half 0 the tile's scales      waited for by the readers
+//   empty[tile][half]   side `half`: has added it. The scores of the tile are done by then: their weights were published
+//   weights[side]       side: its weights and references are written              waited for by the other side
+//   queries_full        the bulk copy of the item's queries                       queries_empty: both sides' last scores
+//   sums                side 1: its sums are written, at an item's end            waited for by side 0
+//   work_full, work_empty[slot]   the next work item, found by the producer's first warp
+// A warp arrives by one lane behind __syncwarp: the other lanes' accesses come before it, and what the tensor cores read
+// has ended by wgmma_wait. Weights and references need no "empty": side 0's are read before side 1 frees (0, 1), and
+// side 1's before side 0 frees (1, 0), without which the next tile does not come.
+#pragma once
+
+#include "mqa_producer.cuh"
+
+namespace tailpack {
+
+constexpr int kConsumerRegisters = 208, kProducerRegisters = 88;
+constexpr float kLog2E = 1.44269504f;
+
+// Rows [begin, end) of an item that a query sees.
+struct Visible {
+    int begin, end;
+};
+__device__ __forceinline__ Visible visible_rows(const DecodeArgs& args, const MqaWork& work, int query) {
+    const int position = work.first_position + query - work.first, window = static_cast<int>(args.window);
+    return {window > 0 ? max(0, position + 1 - window) : 0, min(work.rows, position + 1)};
+}
+// What all queries of the call see.
+__device__ __forceinline__ Visible visible_to_all(const DecodeArgs& args, const MqaWork& work) {
+    return {visible_rows(args, work, static_cast<int>(args.num_queries) - 1).begin, visible_rows(args, work, 0).end};
+}
+// The first of a thread's two vectors in its block; the second is 8 behind.
+__device__ __forceinline__ uint32_t own_row() { return 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4; }
+// Vectors behind the last are computed, too, and not stored.
+__device__ __forceinline__ int vector_of(const MqaWork& work, int v) {
+    return kMqaVectors * work.block + static_cast<int>(own_row()) + 8 * v;
+}
+
+__device__ __forceinline__ float hidden_score() { return __uint_as_float(0xff800000u); } // -inf
+
+// Of a thread's two vectors; `sum` of p over this thread's rows of this side's tiles.
+struct Softmax {
+    float factor[2], reference[2], sum[2];
+};
+
+// How far the exponent of a weight may exceed the reference: 2^headroom must be far from the type's largest number.
+template <typename T> __device__ constexpr float headroom() { return 32.0f; }
+template <> __device__ constexpr float headroom<__half>() { return 10.0f; }
+
+// From the old references to these: what sums have to be multiplied with.
+__device__ __forceinline__ void move_references(Softmax& state, const float (&reference)[2], float (&correction)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        correction[i] = reference[i] == state.reference[i] ? 1.0f : exp2_fast(state.reference[i] - reference[i]);
+        state.reference[i] = reference[i];
+        state.sum[i] *= correction[i];
+    }
+}
+__device__ __forceinline__ void correct(float (&out)[128], const float (&correction)[2]) {
+    hold(out);
+    if (__any_sync(kAllLanes, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < 128; i++) out[i] *= correction[i / 2 % 2];
+    }
+}
+
+// The tile's products to weights, two 16-bit values a register: weights[2 i + v] for vector v of the thread, rows 8 i + 2 t,
+// + 1. offset: of the tile in the item. Returns in `correction` what older sums must be multiplied with.
+template <typename Half, bool SOFTCAP>
+__device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, uint32_t n, float (&scores)[32],
+                                      uint32_t scales, const Visible& to_all, int offset, Softmax& state,
+                                      float (&correction)[2], uint32_t (&weights)[16]) {
+    const int t = static_cast<int>(threadIdx.x) % 4;
+    const auto load_scales = [&](int i) { // of rows 8 i + 2 t, + 1: scale, log2; scale, log2
+        return load_shared_f4(scales + 16 * static_cast<uint32_t>(4 * i + t));
+    };
+    // x = factor * score, or with softcap cap log2 e tanh(s / cap), tanh y = 1 - 2 / (1 + 2^(2 log2 e y)).
+    const float factor[2] = {SOFTCAP ? 1.0f : state.factor[0], SOFTCAP ? 1.0f : state.factor[1]};
+    const bool masked = offset < to_all.begin || offset + kTileRows > to_all.end;
+    int begin[2] = {}, end[2] = {};
+    if (masked) {
+        const MqaWork work = read_work(shared, n); // again: registers are scarce
+        const int last = static_cast<int>(args.num_queries * args.group) - 1;
+#pragma unroll
+        for (int v = 0; v < 2; v++) {
+            const Visible visible = visible_rows(args, work, min(vector_of(work, v), last) / static_cast<int>(args.group));
+            begin[v] = visible.begin - offset - 2 * t;
+            end[v] = visible.end - offset - 2 * t;
+        }
+    }
+    float top[2] = {hidden_score(), hidden_score()};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float4 scale = load_scales(i);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float& score = scores[4 * i + j];
+            const int v = j / 2, row = 8 * i + j % 2;
+            score *= j % 2 == 0 ? scale.x : scale.z;
+            if constexpr (SOFTCAP)
+                score = args.softcap * kLog2E * (1.0f - divide_fast(2.0f, 1.0f + exp2_fast(score * state.factor[v])));
+            if (masked && (row < begin[v] || row >= end[v])) score = hidden_score();
+            top[v] = fmaxf(top[v], fmaf(score, factor[v], j % 2 == 0 ? scale.y : scale.w));
+        }
+    }
+    float reference[2], subtract[2];
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        top[v] = fmaxf(top[v], __shfl_xor_sync(kAllLanes, top[v], 1));
+        top[v] = fmaxf(top[v], __shfl_xor_sync(kAllLanes, top[v], 2));
+        reference[v] = top[v] > state.reference[v] + headroom<Half>() ? top[v] : state.reference[v];
+        // Nothing seen yet: all scores are -inf, and any finite number makes zeros of them.
+        subtract[v] = reference[v] == hidden_score() ? 0.0f : reference[v];
+    }
+    move_references(state, reference, correction);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float4 scale = load_scales(i);
+#pragma unroll
+        for (int v = 0; v < 2; v++) {
+            const float p0 = exp2_fast(fmaf(scores[4 * i + 2 * v], factor[v], -subtract[v]));
+            const float p1 = exp2_fast(fmaf(scores[4 * i + 2 * v + 1], factor[v], -subtract[v]));
+            state.sum[v] += p0 + p1;
+            weights[2 * i + v] = pack_halves<Half>(p0 * scale.x, p1 * scale.z);
+        }
+    }
+}
+
+// This side's weights and references for the other.
+template <int SIDE>
+__device__ __forceinline__ void publish_weights(uint32_t shared, const uint32_t (&weights)[16], const Softmax& state) {
+    const uint32_t warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = 16 * warp + g;
+    const uint32_t slab = shared + mqa_shared::kWeights + SIDE * mqa_shared::kSlab;
+#pragma unroll
+    for (uint32_t i = 0; i < 16; i++) store_shared_4(slab + slab_offset(row + 8 * (i % 2), 16 * (i / 2) + 4 * t), weights[i]);
+    if (t == 0) {
+        const uint32_t to = shared + mqa_shared::kReferences + SIDE * 4 * kMqaVectors + 4 * row;
+        store_shared_4(to, __float_as_uint(state.reference[0]));
+        store_shared_4(to + 32, __float_as_uint(state.reference[1]));
+    }
+    fence_async_proxy();
+    arrive_as_warp(shared + mqa_shared::kWeightsFull + 8 * SIDE);
+}
+// Wait for the other side's weights, and take over its references.
+template <int SIDE>
+__device__ __forceinline__ void take_references(uint32_t shared, uint32_t round, Softmax& state, float (&correction)[2]) {
+    const uint32_t row = 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;
+    mbarrier_wait(shared + mqa_shared::kWeightsFull + 8 * SIDE, round & 1);
+    const uint32_t from = shared + mqa_shared::kReferences + SIDE * 4 * kMqaVectors + 4 * row;
+    const float reference[2] = {__uint_as_float(load_shared_4(from)), __uint_as_float(load_shared_4(from + 32))};
+    move_references(state, reference, correction);
+}
+
+// scores = queries * tile^T, left under way as one group.
+template <typename Half>
+__device__ __forceinline__ void start_scores(float (&scores)[32], uint32_t shared, int tile, uint32_t round) {
+    const uint64_t queries = operand_along_rows(shared + mqa_shared::kQueries);
+    const uint64_t rows = operand_along_rows(half_address(shared, tile, 0));
+    mbarrier_wait(full_barrier(shared, tile, 0), round & 1);
+    hold(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kMqaWidth / 16; step++) {
+        if (step == kMqaWidth / 32) {
+            mbarrier_wait(full_barrier(shared, tile, 1), round & 1);
+            wgmma_fence();
+        }
+        const uint64_t at = static_cast<uint64_t>(step / 4) * (mqa_shared::kSlab / 16) + static_cast<uint64_t>(step % 4) * 2;
+        Wgmma<Half>::scores(scores, queries + at, rows + at, step > 0);
+    }
+    wgmma_commit();
+}
+// out += weights * half a tile, left under way as one group: weights of this side from its registers, others from shared
+// memory.
+template <int SIDE, typename Half>
+__device__ __forceinline__ void start_own(float (&out)[128], const uint32_t (&weights)[16], uint32_t shared) {
+    const uint64_t rows = operand_across_rows(half_address(shared, SIDE, SIDE), mqa_shared::kSlab);
+    hold(out);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileRows / 16; step++)
+        Wgmma<Half>::output(out, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2], weights[4 * step + 3],
+                            rows + static_cast<uint64_t>(step) * 128);
+    wgmma_commit();
+}
+template <int SIDE, typename Half>
+__device__ __forceinline__ void start_other(float (&out)[128], uint32_t shared, uint32_t round) {
+    constexpr int kOther = 1 - SIDE;
+    const uint64_t weights = operand_along_rows(shared + mqa_shared::kWeights + kOther * mqa_shared::kSlab);
+    const uint64_t rows = operand_across_rows(half_address(shared, kOther, SIDE), mqa_shared::kSlab);
+    mbarrier_wait(full_barrier(shared, kOther, SIDE), round & 1); // true for long; it makes the rows visible here, too
+    hold(out);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileRows / 16; step++)
+        Wgmma<Half>::output(out, weights + static_cast<uint64_t>(step) * 2, rows + static_cast<uint64_t>(step) * 128);
+    wgmma_commit();
+}
+
+template <int SIDE>
+__device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t shared, uint32_t n, const float (&out)[128],
+                                              Softmax& state) {
+    const MqaWork work = read_work(shared, n);
+    release_work(shared, n);
+    const int num_vectors = static_cast<int>(args.num_queries * args.group), t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        state.sum[v] += __shfl_xor_sync(kAllLanes, state.sum[v], 1);
+        state.sum[v] += __shfl_xor_sync(kAllLanes, state.sum[v], 2);
+    }
+    const uint32_t sums = shared + mqa_shared::kSums + 4 * own_row();
+    if (SIDE == 1) {
+        if (t == 0) {
+            store_shared_4(sums, __float_as_uint(state.sum[0]));
+            store_shared_4(sums + 32, __float_as_uint(state.sum[1]));
+        }
+        arrive_as_warp(shared + mqa_shared::kSumsFull);
+    } else {
+        mbarrier_wait(shared + mqa_shared::kSumsFull, n & 1);
+    }
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        const int vector = vector_of(work, v);
+        if (vector >= num_vectors) continue;
+        const int64_t index = (work.slot * args.kv_heads + work.kv_head) * num_vectors + vector;
+        float2* to = reinterpret_cast<float2*>(args.partial_out + index * kMqaWidth + 256 * SIDE) + t;
+#pragma unroll
+        for (int i = 0; i < 32; i++) to[4 * i] = make_float2(out[4 * i + 2 * v], out[4 * i + 2 * v + 1]);
+        if (SIDE == 0 && t == 0) {
+            const float sum = state.sum[v] + __uint_as_float(load_shared_4(sums + 32 * v));
+            reinterpret_cast<float2*>(args.partial_ml)[index] = make_float2(state.reference[v], sum);
+        }
+    }
+}
+
+#if defined(TAILPACK_MQA_DUMP)
+#include "mqa_dump.cuh"
+#else
+template <int SIDE> __device__ __forceinline__ void dump_tile(const DecodeArgs&, uint32_t, uint32_t, const float (&)[32]) {}
+template <int SIDE> __device__ __forceinline__ void dump_weights(const DecodeArgs&, uint32_t, uint32_t) {}
+#endif
+
+// Which round and which work item a consumer is at, in one register.
+struct Clock {
+    uint32_t bits;
+    __device__ __forceinline__ uint32_t round() const { return bits & 1; } // its parity is enough
+    __device__ __forceinline__ uint32_t work() const { return bits >> 1; }
+    __device__ __forceinline__ void end_round() { bits ^= 1; }
+    __device__ __forceinline__ void end_work() { bits += 2; }
+};
+
+template <int SIDE, typename Half, bool SOFTCAP>
+__device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t shared, Clock& clock) {
+    const MqaWork work = read_work(shared, clock.work());
+    const int num_rows = work.rows;
+    const Visible to_all = visible_to_all(args, work);
+    const uint32_t scales = shared + mqa_shared::kScales + SIDE * 8 * kTileRows;
+    float out[128], scores[32];
+#pragma unroll
+    for (int i = 0; i < 128; i++) out[i] = 0.0f;
+    float correction[2];
+    uint32_t weights[16];
+    mbarrier_wait(shared + mqa_shared::kQueriesFull, clock.work() & 1);
+    const uint32_t factors = shared + mqa_shared::kFactors + 4 * own_row();
+    Softmax state = {{__uint_as_float(load_shared_4(factors)), __uint_as_float(load_shared_4(factors + 32))},
+                     {hidden_score(), hidden_score()},
+                     {0.0f, 0.0f}};
+    for (int first = 0; first < num_rows; first += kPairRows, clock.end_round()) {
+        const bool last = first + kPairRows >= num_rows;
+        start_scores<Half>(scores, shared, SIDE, clock.round());
+        if constexpr (SIDE == 0) {
+            wgmma_wait<0>();
+            hold(scores);
+            if (last) arrive_as_warp(shared + mqa_shared::kQueriesEmpty);
+            dump_tile<SIDE>(args, shared, clock.round(), scores);
+            weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, to_all, first, state, correction, weights);
+            publish_weights<SIDE>(shared, weights, state);
+            dump_weights<SIDE>(args, shared, clock.round());
+            correct(out, correction);
+            start_own<SIDE, Half>(out, weights, shared);
+            take_references<1>(shared, clock.round(), state, correction);
+            wgmma_wait<0>();
+            arrive_as_warp(empty_barrier(shared, 0, 0));
+            correct(out, correction);
+            start_other<SIDE, Half>(out, shared, clock.round());
+            wgmma_wait<0>();
+            arrive_as_warp(empty_barrier(shared, 1, 0));
+        } else {
+            take_references<0>(shared, clock.round(), state, correction);
+            wgmma_wait<0>(); // the compiler serialises products if `out` is touched while scores are under way
+            hold(scores);
+            if (last) arrive_as_warp(shared + mqa_shared::kQueriesEmpty);
+            correct(out, correction);
+            start_other<SIDE, Half>(out, shared, clock.round());
+            __syncwarp(); // or the compiler issues the products in between what follows
+            hold(scores);
+            weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, to_all, first + kTileRows, state, correction, weights);
+            publish_weights<SIDE>(shared, weights, state);
+            wgmma_wait<0>();
+            arrive_as_warp(empty_barrier(shared, 0, 1));
+            correct(out, correction);
+            start_own<SIDE, Half>(out, weights, shared);
+            wgmma_wait<0>();
+            arrive_as_warp(empty_barrier(shared, 1, 1));
+        }
+    }
+    hold(out);
+    store_partial<SIDE>(args, shared, clock.work(), out, state);
+}
+
+template <typename T> constexpr bool kIsHalf = false;
+template <> constexpr bool kIsHalf<__half> = true;
+
+template <int SIDE, typename T, bool SOFTCAP> __device__ __forceinline__ void consume(const DecodeArgs& args, uint32_t shared) {
+    for (Clock clock = {};; clock.end_work()) {
+        const int kind = read_work(shared, clock.work()).kind;
+        if (kind < 0) return;
+        if (kIsHalf<T> || kind == kPackedPages) consume_work<SIDE, __half, SOFTCAP>(args, shared, clock);
+        else consume_work<SIDE, T, SOFTCAP>(args, shared, clock);
+    }
+}
+
+// Of kMqaThreads threads and kMqaSharedBytes, one CTA a multiprocessor; any number of CTAs. May be launched programmatically
+// dependent on prepare.
+template <typename T, bool SOFTCAP> __device__ __forceinline__ void attend_mqa(const DecodeArgs& args, const uint8_t* memory) {
+    const uint32_t shared = (shared_address(memory) + 1023) / 1024 * 1024;
+    launch_dependents();
+    if (threadIdx.x == 0) {
+        using namespace mqa_shared;
+        for (uint32_t i = 0; i < 4; i++) {
+            mbarrier_init(shared + kFull + 8 * i, 4); // the producer's warps
+            mbarrier_init(shared + kEmpty + 8 * i, 4); // one side's warps
+        }
+        for (uint32_t i = 0; i < 2; i++) {
+            mbarrier_init(shared + kWeightsFull + 8 * i, 4);
+            mbarrier_init(shared + kWorkFull + 8 * i, 1);
+            mbarrier_init(shared + kWorkEmpty + 8 * i, kMqaThreads / 32);
+        }
+        mbarrier_init(shared + kQueriesFull, kStageArrivals);
+        mbarrier_init(shared + kQueriesEmpty, 8);
+        mbarrier_init(shared + kSumsFull, 4);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    wait_for_dependencies();
+    const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);
+    if (warpgroup == 2) {
+        give_registers<kProducerRegisters>();
+        produce(args, shared);
+    } else if (warpgroup == 0) {
+        take_registers<kConsumerRegisters>();
+        consume<0, T, SOFTCAP>(args, shared);
+    } else {
+        take_registers<kConsumerRegisters>();
+        consume<1, T, SOFTCAP>(args, shared);
+    }
+}
+
+} // namespace tailpack
