@@ -338,6 +338,7 @@ def test_device_memory_does_not_count_against_the_stores_memory_limit() -> None:
             assert attachment.control.num_bytes < 1 << 20 < 60 << 20 < limited.device().groups[0].arena_bytes * 2
             with pytest.raises(CapacityError):
                 limited.attach(arena_bytes=2 << 20)
+            limited.attach(pages=1, max_sequences=1).close()
         with pytest.raises(CapacityError, match="memory limit"):
             attach(limited, Memory(FakeGpu()), max_sequences=4, max_sequence_tokens=1 << 17)
 

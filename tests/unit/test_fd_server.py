@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.fd_server import fetch
+from kvstore.fd_server import FdServer, deliver, fetch
 from protos import kvstore_pb2
-from protos.errors import Unavailable
+from protos.errors import PermissionDenied, Unavailable
 
 
 def answer_once(path: Path, manifest: bytes, fds: list[int]) -> threading.Thread:
@@ -57,3 +57,45 @@ def test_descriptors_never_pass_to_another_program(tmp_path: Path, monkeypatch: 
     assert [os.get_inheritable(fd) for fd in fds] == [False, False]
     for fd in fds:
         os.close(fd)
+
+
+async def test_what_is_delivered_and_not_taken_is_closed(tmp_path: Path) -> None:
+    server, before = FdServer(tmp_path / "s"), open_descriptors()
+    with server.expect(2) as (_, delivery):
+        fds = [os.open(tmp_path, os.O_RDONLY) for _ in range(2)]
+        assert not delivery.bring(fds[:1])
+        assert not delivery.arrived.is_set()
+        assert delivery.bring(fds)
+        assert not delivery.bring(fds), "once"
+    assert open_descriptors() == before
+    assert delivery.take() == []
+
+
+async def test_what_is_delivered_too_late_stays_the_bringers(tmp_path: Path) -> None:
+    with FdServer(tmp_path / "s").expect(1) as (_, delivery):
+        pass
+    fd = os.open(tmp_path, os.O_RDONLY)
+    assert not delivery.bring([fd])
+    os.close(fd)
+
+
+@pytest.mark.parametrize("answer", [b"", b"?"])
+def test_a_delivery_that_is_not_kept_is_named(tmp_path: Path, answer: bytes) -> None:
+    before = open_descriptors()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "s"))
+    listener.listen(1)
+
+    def serve() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.recv(16)
+            connection.recv(4)  # without room for descriptors: they are dropped
+            connection.send(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with (tmp_path / "file").open("wb") as file, pytest.raises(PermissionDenied) as caught:
+        deliver(tmp_path / "s", bytes(16), [file.fileno()], timeout_s=5)
+    thread.join(5)
+    assert caught.value.reason == "TICKET_REFUSED"
+    assert open_descriptors() == before

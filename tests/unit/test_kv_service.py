@@ -200,10 +200,8 @@ async def test_epochs_grow(service: KvStoreService, tmp_path: Path) -> None:
     later.close()
 
 
-async def test_memory_that_is_not_delivered_in_time_is_given_up(
-    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstore.service.CREATE_TIMEOUT_S", 0.05)
+async def gpu_attach(stays_s: float) -> AsyncIterator[kvstore_pb2.AttachRequest]:
+    """A worker on a GPU that asks for memory, says no more, and leaves."""
     asked = kvstore_pb2.AttachOpen(
         worker_id="slow",
         device="cuda:GPU-0",
@@ -214,15 +212,19 @@ async def test_memory_that_is_not_delivered_in_time_is_given_up(
         max_sequence_tokens=256,
         memory_granularity=4096,
     )
+    yield kvstore_pb2.AttachRequest(open=asked)
+    await asyncio.sleep(stays_s)
 
-    async def requests() -> AsyncIterator[kvstore_pb2.AttachRequest]:
-        yield kvstore_pb2.AttachRequest(open=asked)
-        await asyncio.sleep(60)
 
-    answers = service.Attach(requests(), CONTEXT)
+@pytest.mark.parametrize(("limit_s", "stays_s", "why"), [(0.05, 60, "did not bring within"), (60, 0.05, "left before")])
+async def test_memory_that_is_not_delivered_is_not_waited_for(
+    service: KvStoreService, monkeypatch: pytest.MonkeyPatch, limit_s: float, stays_s: float, why: str
+) -> None:
+    monkeypatch.setattr("kvstore.service.CREATE_TIMEOUT_S", limit_s)
+    answers = service.Attach(gpu_attach(stays_s), CONTEXT)
     assert (await anext(answers)).WhichOneof("message") == "create"
     assert service._attaching == {"cuda:GPU-0"}
-    with pytest.raises(Unavailable) as caught:
-        await anext(answers)
+    with pytest.raises(Unavailable, match=why) as caught:
+        await asyncio.wait_for(anext(answers), 10)
     assert caught.value.reason == "MEMORY_NOT_DELIVERED"
     assert (service._attaching, service._fd_server._parcels, service._devices) == (set(), {}, {})
