@@ -1,4 +1,4 @@
-"""Command line of the kernels: build archives, prove what is in them, measure the codec.
+"""Command line of the kernels: build archives, prove what is in them, profile attention, measure the codec.
 
 python -m kernels.cli build --arch sm_90a        the same as: tailpack kernels build --arch sm_90a
 """
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -21,6 +21,7 @@ from kernels.archive import Finding, Status, exit_code, find_inspector, verify
 from kernels.cells import ARCHES, DECLARED, pairs_of
 from kernels.compiler import ToolchainError, toolchain
 from kernels.cubins import BuildResult, build, default_folder
+from kernels.errors import ArgumentError, MachineError
 
 CANNOT_ANSWER = 2  # the environment is at fault, not the code: no compiler, no inspector
 
@@ -34,7 +35,7 @@ _dir_option = click.option(
 
 @click.group("kernels")
 def kernels_group() -> None:
-    """Build and verify GPU kernels; needs no GPU."""
+    """Build and verify GPU kernels; only `profile` needs a GPU."""
 
 
 @kernels_group.command("build")
@@ -109,6 +110,49 @@ def verify_command(
     sys.exit(code)
 
 
+@kernels_group.command("profile")
+@click.option("--mode", default="tq4", show_default=True, help="A preset, fp8 or dense.")
+@click.option("--width", default=128, show_default=True)
+@click.option("--kv-heads", default=8, show_default=True)
+@click.option("--group", default=4, show_default=True, help="Query heads on a kv head.")
+@click.option("--batch", default=32, show_default=True, help="Sequences.")
+@click.option("--tokens", default=32768, show_default=True, help="Of each.")
+@click.option("--queries", default=1, show_default=True, help="Query tokens of each.")
+@click.option("--softcap", default=0.0, help="0: none.")
+@click.option("--shared", is_flag=True, help="Keys and values are the same rows.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
+def profile_command(as_json: bool, **shape: Any) -> None:
+    """Where the time goes inside the attention kernel, on this machine's GPU.
+
+    Exit status: 0 measured, 1 no such kernel, 2 no GPU, or nothing here that compiles or loads kernels.
+    """
+    import torch
+
+    from kernels.phase_profile import ProfileShape, profile
+
+    if not torch.cuda.is_available():
+        click.echo("could not answer: torch sees no CUDA device; phases are timed on a GPU only", err=True)
+        sys.exit(CANNOT_ANSWER)
+    try:
+        answer = profile(ProfileShape(**shape), torch.device("cuda", torch.cuda.current_device()))
+    except ArgumentError as error:
+        click.echo(str(error), err=True)
+        sys.exit(1)
+    except MachineError as error:
+        _cannot_answer(error)
+    click.echo(json.dumps(answer) if as_json else "\n".join(_profile_lines(answer)))
+
+
+def _profile_lines(answer: dict[str, Any]) -> list[str]:
+    lines = [f"{answer['cell']} on {answer['device']}: {answer['ms'] * 1e3:.1f} us a call, {answer['ctas']} CTAs"]
+    lines.append(f"  {'phase':<14}{'median':>10}{'least':>10}{'most':>10}")
+    units = {"mark": "us from the first CTA's start", "sum": "us in all", "count": ""}
+    for phase in answer["phases"]:
+        numbers = "".join(f"{phase[key]:>10.1f}" for key in ("median", "least", "most"))
+        lines.append(f"  {phase['name']:<14}{numbers}  {units[phase['kind']]}".rstrip())
+    return lines
+
+
 def _print_arch(arch: str, findings: Sequence[Finding], detail: bool) -> None:
     kernels = [facts for finding in findings for facts in finding.kernels if facts.arch == arch]
     observed = sum(finding.status is Status.OBSERVED for finding in findings)
@@ -137,7 +181,7 @@ def _arches(chosen: Sequence[str]) -> tuple[str, ...]:
     return ARCHES if not chosen or "all" in chosen else tuple(arch for arch in ARCHES if arch in chosen)
 
 
-def _cannot_answer(error: ToolchainError) -> NoReturn:
+def _cannot_answer(error: MachineError) -> NoReturn:
     click.echo(f"could not answer: {error}", err=True)
     sys.exit(CANNOT_ANSWER)
 

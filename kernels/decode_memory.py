@@ -62,6 +62,12 @@ def region_facts(pages: Pages, kind: str) -> RegionFacts:
     return facts
 
 
+def _strides(x: Tensor) -> list[int]:
+    """In bytes; 0 for a dim of one element, whose stride says nothing."""
+    size = x.element_size()
+    return [size * step if count > 1 else 0 for count, step in zip(x.shape, x.stride(), strict=True)]
+
+
 def _packed_facts(region: PackedRegion, kind: str) -> RegionFacts:
     planes, codec = region
     check_planes(planes, codec)
@@ -82,14 +88,15 @@ def _packed_facts(region: PackedRegion, kind: str) -> RegionFacts:
             allowed=f"fragments of kind {kind!r}, page layout 2" if in_groups else "rows",
             action="make the geometry with layout version 2 for groups whose memory is on a GPU",
         )
+    page_stride, head_stride, _ = _strides(heads)
     return RegionFacts(
         codec.name,
         codec.dim,
         heads.shape[1],
         heads.device,
         heads.data_ptr(),
-        heads.stride(0),
-        heads.stride(1),
+        page_stride,
+        head_stride,
         0 if order else planes.code_bytes,
         planes.scales_offset,
     )
@@ -103,8 +110,7 @@ def _dense_facts(pages: Tensor) -> RegionFacts:
             allowed=f"bfloat16 or float16 [pages, {PAGE_TOKENS}, kv_heads, dim], rows contiguous",
             action="pass the region's view of the arena",
         )
-    size = pages.element_size()
-    page, row, head, _ = (size * stride for stride in pages.stride())
+    page, row, head, _ = _strides(pages)
     return RegionFacts("dense", pages.shape[3], pages.shape[2], pages.device, pages.data_ptr(), page, head, row, 0)
 
 
@@ -130,7 +136,8 @@ def set_tail(arguments: DecodeArgs, tail: Tail, keys: RegionFacts, dtype: torch.
     k, v = tail
     want = (dtype, keys.device, keys.kv_heads, keys.dim)
     fits = all(x.dim() == 4 and (x.dtype, x.device, x.shape[2], x.shape[3]) == want for x in tail)
-    if not fits or k.shape != v.shape or k.stride()[1:] != v.stride()[1:] or k.stride(3) != 1 or k.shape[1] < 1:
+    k_steps, v_steps = _strides(k), _strides(v)
+    if not fits or k.shape != v.shape or k_steps[1:] != v_steps[1:] or k.stride(3) != 1 or k.shape[1] < 1:
         raise ArgumentError(
             "the tails do not fit the pages",
             given=", ".join(f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}, on {x.device}" for x in tail),
@@ -138,9 +145,7 @@ def set_tail(arguments: DecodeArgs, tail: Tail, keys: RegionFacts, dtype: torch.
             "strides, rows contiguous",
             action="pass the layer's two tail views",
         )
-    size = k.element_size()
-    steps = (*(x.data_ptr() for x in tail), *(size * step for x in tail for step in x.stride()[:3]))
-    if any(step % ALIGNMENT for step in steps):
+    if any(step % ALIGNMENT for step in (k.data_ptr(), v.data_ptr(), *k_steps[:3], *v_steps[:3])):
         raise ArgumentError(
             "tails must keep slots, rows and heads at multiples of 16 bytes",
             given=f"addresses {k.data_ptr():#x}, {v.data_ptr():#x}; strides {k.stride()}, {v.stride()} elements",
@@ -148,6 +153,6 @@ def set_tail(arguments: DecodeArgs, tail: Tail, keys: RegionFacts, dtype: torch.
             action="use the arena's own views",
         )
     arguments.k_tail, arguments.v_tail = k.data_ptr(), v.data_ptr()
-    arguments.k_tail_slot_stride, arguments.v_tail_slot_stride = size * k.stride(0), size * v.stride(0)
-    arguments.tail_row_stride, arguments.tail_head_stride = size * k.stride(1), size * k.stride(2)
+    arguments.k_tail_slot_stride, arguments.v_tail_slot_stride = k_steps[0], v_steps[0]
+    arguments.tail_row_stride, arguments.tail_head_stride = k_steps[1:3]
     arguments.ring_rows = k.shape[1]
