@@ -78,7 +78,7 @@ def _print_tables(response: kvstore_pb2.KvStatsResponse) -> None:
         console.print("no worker has attached yet: no memory is taken")
     for device in response.devices:
         console.print(
-            f"\n{device.device}: {device.worker_id or 'nobody'} attached, epoch {device.epoch}, "
+            f"\n{device.device}: {device.memory} memory, {device.worker_id or 'nobody'} attached, epoch {device.epoch}, "
             f"{device.sequences} of {device.max_sequences} sequences, geometry {device.geometry_digest.hex()}"
         )
         table = Table("group", "mode", box=None)
