@@ -17,7 +17,7 @@ from kernels.decode_launch import DecodeLaunch
 from kernels.errors import ArgumentError
 
 ALIGNMENT = 128
-LONG_SPLIT, SHORT_SPLIT, SHORT_REGION = 16, 4, 16  # pages, as csrc/plan.cuh cuts
+LONG_SPLIT, SHORT_SPLIT, SHORT_REGION, SHORT_SHARE = 16, 4, 16, 16  # pages, as csrc/plan.cuh cuts
 
 
 class DecodeLimits(NamedTuple):
@@ -29,7 +29,8 @@ class DecodeLimits(NamedTuple):
 
 def packed_splits(pages: int) -> int:
     """Items that so many packed pages of one sequence make at most."""
-    return -(-min(pages, SHORT_REGION) // SHORT_SPLIT) + -(-max(0, pages - SHORT_REGION) // LONG_SPLIT)
+    short = min(pages, max(SHORT_REGION, pages // SHORT_SHARE))
+    return -(-short // SHORT_SPLIT) + -(-(pages - short) // LONG_SPLIT)
 
 
 class WorkspaceLayout(NamedTuple):

@@ -2,9 +2,9 @@
 //
 // Cuts are made of the sequence's own numbers (base, num_tokens, T, window), so that its result does not depend on its
 // batch mates. With `seen` the first token that the first query sees:
-//   packed pages  [seen / 128, base / 128): the last 16 are cut into splits of up to 4 pages, from their start; the pages
-//                 before them into splits of up to 16. All long splits come first in the item list, all short ones last,
-//                 so that the queue ends with small pieces of work.
+//   packed pages  [seen / 128, base / 128): the last ones, a sixteenth but at least 16, are cut into splits of up to 4
+//                 pages, from their start; the pages before them into splits of up to 16. All long splits come first in
+//                 the item list, all short ones last, so that the queue ends with small pieces of work.
 //   page rows     tokens [seen, base), from a page boundary on, in chunks of PAGE_CHUNK tokens (dense, fp8, shared rows)
 //   ring rows     tokens [max(seen, base), num_tokens) in chunks of kRowChunk, rows of the tail ring
 // A cell is of one of two kinds:
@@ -24,14 +24,15 @@ namespace tailpack {
 
 constexpr int kLongPages = 16;         // pages of a long split
 constexpr int kShortPages = 4;         // pages of a short split
-constexpr int kShortRegion = 16;       // pages at a sequence's end that are cut short
+constexpr int kShortRegion = 16;       // pages at a sequence's end that are cut short, at least
+constexpr int kShortShare = 16;        // and at least this part of those it has
 constexpr int kDirectSequences = 128;  // batches up to it are planned where the plan is needed
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 enum ItemKind : int32_t { kPackedPages = 0, kPageRows = 1, kRingRows = 2 };
 enum PlanKind : int32_t { PLAN_PACKED = 0, PLAN_ROWS = 1 };
 
-__device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
 
 // What one sequence is cut into. A padding sequence (num_tokens 0) has nothing of anything.
 struct Cut {
@@ -54,7 +55,8 @@ template <PlanKind KIND, int PAGE_CHUNK> __device__ __forceinline__ Cut cut_sequ
     if constexpr (KIND == PLAN_PACKED) {
         cut.end_page = base / kPageTokens;
         cut.first_page = min(seen / kPageTokens, cut.end_page);
-        cut.short_page = max(cut.first_page, cut.end_page - kShortRegion);
+        const int pages = cut.end_page - cut.first_page;
+        cut.short_page = cut.end_page - min(pages, max(kShortRegion, pages / kShortShare));
         cut.num_long = div_up(cut.short_page - cut.first_page, kLongPages);
         cut.num_short = div_up(cut.end_page - cut.short_page, kShortPages);
     } else {
