@@ -79,7 +79,8 @@ def _print_tables(response: kvstore_pb2.KvStatsResponse) -> None:
     for device in response.devices:
         console.print(
             f"\n{device.device}: {device.memory} memory, {device.worker_id or 'nobody'} attached, "
-            f"epoch {device.epoch}, {device.sequences} of {device.max_sequences} sequences, geometry {device.geometry_digest.hex()}"
+            f"epoch {device.epoch}, {device.sequences} of {device.max_sequences} sequences, "
+            f"geometry {device.geometry_digest.hex()}"
         )
         table = Table("group", "mode", box=None)
         for column in ("B/token", "pages", "free", "promised", "open", "sealed", "cached", "tails", "MiB"):
