@@ -23,7 +23,19 @@ __host__ __device__ constexpr int row_shared_bytes(int width, int columns) {
     return 4 * kRowWarps * columns * (row_out_stride(width) + 2) + 16;
 }
 
-template <int D, typename T, typename Pages, int COLUMNS, bool SOFTCAP>
+// args.profile of the phase-timing variant, a CTA's row of u64: nanoseconds of the global timer, sums of them, a count.
+enum RowProfileSlot {
+    kRowStart,
+    kRowDependencies, // prepare is complete
+    kRowFirst,        // the first unit is attended
+    kRowAttend,       // sum over units: until all warps have attended
+    kRowCombine,      // sum over units: adding up and writing
+    kRowEnd,
+    kRowUnits, // units done
+    kRowProfileSlots = 8
+};
+
+template <int D, typename T, typename Pages, int COLUMNS, bool SOFTCAP, bool PROFILE>
 __device__ __forceinline__ void attend_rows(const DecodeArgs& args) {
     constexpr int kStride = row_out_stride(D), kThreads = 32 * kRowWarps;
     using Tail = RingRows<DenseFormat<D, T>>;
@@ -36,8 +48,15 @@ __device__ __forceinline__ void attend_rows(const DecodeArgs& args) {
     const int num_vectors = static_cast<int>(args.num_queries * args.group);
     const int chunks = div_up(num_vectors, COLUMNS);
 
+    uint64_t profile[kRowProfileSlots] = {}, last = 0; // of thread 0
+    const auto passed = [&]() -> uint64_t {
+        const uint64_t before = last;
+        return (last = global_nanoseconds()) - before;
+    };
+    if constexpr (PROFILE) passed(), profile[kRowStart] = last;
     launch_dependents();
     wait_for_dependencies();
+    if constexpr (PROFILE) passed(), profile[kRowDependencies] = last;
     const int num_units = args.counters->num_rows * heads * chunks;
     for (int unit = static_cast<int>(blockIdx.x); unit < num_units;) {
         if (threadIdx.x == 0) // known when the unit is done; prepare has zeroed it
@@ -57,6 +76,10 @@ __device__ __forceinline__ void attend_rows(const DecodeArgs& args) {
         }
         __syncthreads();
         unit = *next;
+        if constexpr (PROFILE) {
+            profile[kRowAttend] += passed();
+            if (profile[kRowUnits]++ == 0) profile[kRowFirst] = last;
+        }
 
         const int64_t first_row = (index * heads + kv_head) * num_vectors + first_vector;
         const int columns = min(COLUMNS, num_vectors - first_vector);
@@ -80,7 +103,14 @@ __device__ __forceinline__ void attend_rows(const DecodeArgs& args) {
             }
         }
         __syncthreads(); // the next unit writes what this one reads
+        if constexpr (PROFILE) profile[kRowCombine] += passed();
     }
+    if constexpr (PROFILE)
+        if (threadIdx.x == 0) {
+            profile[kRowEnd] = last;
+            for (int i = 0; i < kRowProfileSlots; i++)
+                args.profile[static_cast<int64_t>(blockIdx.x) * kRowProfileSlots + i] = profile[i];
+        }
 }
 
 } // namespace tailpack

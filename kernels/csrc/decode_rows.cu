@@ -29,7 +29,7 @@ TAILPACK_KERNEL_PREPARE(const __grid_constant__ DecodeArgs args) {
 
 extern "C" __global__ void __launch_bounds__(32 * kRowWarps, kRowCtasPerSm)
 TAILPACK_KERNEL_ATTEND(const __grid_constant__ DecodeArgs args) {
-    attend_rows<TAILPACK_WIDTH, TAILPACK_TYPE, Pages, TAILPACK_VECTORS, TAILPACK_SOFTCAP>(args);
+    attend_rows<TAILPACK_WIDTH, TAILPACK_TYPE, Pages, TAILPACK_VECTORS, TAILPACK_SOFTCAP, TAILPACK_PROFILE>(args);
 }
 
 extern "C" __global__ void __launch_bounds__(kMergeThreads) TAILPACK_KERNEL_MERGE(const __grid_constant__ DecodeArgs args) {
