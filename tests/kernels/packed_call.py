@@ -1,8 +1,8 @@
 """One decode call over packed pages for the CPU emulator: its memory, its arguments, and a float64 reference.
 
 Pages are laid out here by a slow converter of its own, written from the text of page layout version 2, so that two
-readings of it meet. Whatever no query may see is poison: unused pages and ring rows hold NaN, page-table entries below the
-window lie far outside the pool, outputs and the workspace start as NaN.
+readings of it meet. Whatever no query may see is poison: unused pages and ring rows hold NaN, page-table entries below
+the window lie far outside the pool, outputs and the workspace start as NaN.
 """
 
 from __future__ import annotations
