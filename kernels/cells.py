@@ -1,7 +1,7 @@
-"""What is compiled: the archs, and the table of cells that are built ahead of time.
+"""What can be compiled: the archs, and the cells.
 
 A *cell* is one source compiled with one set of defines: one width, preset and variant. It becomes one cubin an arch.
-Cells outside DECLARED compile on demand, on the device that asks, and are logged (kernels/loader.py).
+kernels/declared.py lists those that are built ahead of time; others compile on demand, on the device that asks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kernels.decode_tiling import tiling_defines
-from kernels.widths import COMPILED_WIDTHS, PACKED_BITS, PRESETS
+from kernels.widths import PRESETS
 
 # Adding an arch is adding a line. A suffix "a" means that the cubin runs on exactly this arch.
 ARCHES: tuple[str, ...] = (
@@ -131,23 +131,3 @@ def _decode_cell(
     defines |= {"TAILPACK_VECTORS": str(variant.vectors), "TAILPACK_SOFTCAP": str(int(variant.softcap))}
     defines["TAILPACK_PROFILE"] = str(int(variant.profile))
     return Cell(source, width, preset, variant.name, kernels, tuple(defines.items()), arches, kernels[1:2])
-
-
-def _declared_attention() -> tuple[Cell, ...]:
-    """What the served model families need; vectors by their GQA ratios, softcap where a family has it."""
-    few, many = AttentionVariant(vectors=4), AttentionVariant(vectors=8)
-    few_capped, many_capped = AttentionVariant(vectors=4, softcap=True), AttentionVariant(vectors=8, softcap=True)
-    cells = [packed_cell(width, preset, v) for width in (64, 128) for preset in PRESETS for v in (few, many)]
-    cells += [packed_cell(256, preset, v) for preset in PRESETS for v in (few, few_capped)]  # gemma: ratios 1 to 4
-    for source in ("dense", "fp8"):
-        cells += [rows_cell(width, source, many) for width in COMPILED_WIDTHS]
-        cells.append(rows_cell(256, source, many_capped))
-    cells += [rows_cell(512, "tq4", many), mqa_cell(512, "tq4", many)]  # deepseek_v4's raw rows
-    return tuple(cells)
-
-
-# Models run in bf16; rows of f16 and f32 are rare enough to compile on demand.
-DECLARED: tuple[Cell, ...] = (
-    *(codec_cell(width, bits, "bf16") for width in COMPILED_WIDTHS for bits in PACKED_BITS),
-    *_declared_attention(),
-)

@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 import click
 
 from kernels.archive import Finding, Status, exit_code, find_inspector, verify
-from kernels.cells import ARCHES, DECLARED, pairs_of
+from kernels.cells import ARCHES, pairs_of
 from kernels.compiler import ToolchainError, toolchain
 from kernels.cubins import BuildResult, build, default_folder
+from kernels.declared import DECLARED
 from kernels.errors import ArgumentError, MachineError
 
 CANNOT_ANSWER = 2  # the environment is at fault, not the code: no compiler, no inspector

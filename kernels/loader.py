@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kernels.cells import ARCHES, DECLARED, Cell
+from kernels.cells import ARCHES, Cell
 from kernels.cubins import default_folder, ensure_cubin
+from kernels.declared import DECLARED
 from kernels.errors import MachineError
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ Blocks are cut by the sequence's own numbers, so its result does not depend on w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from kernels.attention import PackedRegion
 from kernels.errors import ArgumentError
 from kernels.page_codec import unpack_pages
+from kernels.page_layout import Region, RegionPlanes
+from kernels.pages_cuda import RegionRows, page_group, restore_pages
 
 BLOCK_PAGES = 64  # 8,192 tokens are unpacked and read together
 PAGE_TOKENS = 128
@@ -26,8 +28,6 @@ FLASH_DIM = 256  # the widest rows that torch's kernel takes
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _SCORES = 1 << 24  # scores that the matrix product keeps at once: 64 MiB of f32
 _LOWEST = torch.finfo(torch.float32).min
-
-Restore = Callable[[PackedRegion, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def attend_chunk(
         k, v: [first_position + T - first_row, kv_heads, dim] of q's dtype: rows first_row.. of the sequence, the dense
             tail and behind it the chunk itself. first_row is the history's base, or above it if below the window; 0
             without history. Shared K and V: twice the same tensor.
-        restore: (region, page_ids, out [pages, 128, kv_heads, dim]) unpacks pages; by default what `page_codec` does.
+        restore: what unpacks the history's pages: on a GPU the layer's `KernelRestore`; by default `CodecRestore`.
 
     Returns [T, q_heads, dim] of q's dtype, new. Raises ArgumentError; what restore raises.
     """
@@ -114,7 +114,8 @@ def attend_chunk(
     attend = _flash if _has_flash(q, options) else _products
     if history is not None:
         seen_from = max(0, first_position - window + 1) if window else 0
-        for rows, first in _blocks(history, seen_from, workspace, q, restore or _restore):
+        unpack = restore or CodecRestore(history.keys, history.values, workspace)
+        for rows, first in _blocks(history, seen_from, unpack):
             count = q.shape[0]
             if window:  # queries whose window begins behind the block see nothing of it
                 count = min(count, first + rows[0].shape[0] - first_position + window - 1)
@@ -123,32 +124,78 @@ def attend_chunk(
     return state.result(options.sinks)
 
 
-def _blocks(
-    history: History, seen_from: int, workspace: Workspace, q: Tensor, restore: Restore
-) -> Iterator[tuple[tuple[Tensor, Tensor], int]]:
+def _blocks(history: History, seen_from: int, restore: Restore) -> Iterator[tuple[tuple[Tensor, Tensor], int]]:
     """Rows [n, kv_heads, dim] of keys and values and their first token; blocks lie on multiples of BLOCK_PAGES."""
     num_pages, page = history.base // PAGE_TOKENS, seen_from // PAGE_TOKENS
-    kv_heads, dim = history.keys.planes.heads.shape[1], history.keys.codec.dim
     while page < num_pages:
         end = min(num_pages, (page // BLOCK_PAGES + 1) * BLOCK_PAGES)
-        page_ids = history.page_ids[page:end]
-        rows: list[Tensor] = []
-        for side, region in enumerate((history.keys, history.values)):
-            if region is None:
-                rows.append(rows[0])
-                continue
-            out = workspace.block(side, end - page, kv_heads, dim)
-            restore(region, page_ids, out)
-            rows.append(out.flatten(0, 1))
+        k, v = restore(history.page_ids[page:end])
         first = page * PAGE_TOKENS
         skip = max(0, seen_from - first)
-        yield (rows[0][skip:], rows[1][skip:]), first + skip
+        yield (k[skip:], v[skip:]), first + skip
         page = end
 
 
-def _restore(region: PackedRegion, page_ids: Tensor, out: Tensor) -> None:
-    ids = page_ids.to(region.planes.heads.device)
-    out.copy_(unpack_pages(ids, region.planes, region.codec, out.dtype))
+# -- pages to rows ---------------------------------------------------------------------------------------------------
+
+
+class Restore(Protocol):
+    """Unpacks up to BLOCK_PAGES pages int64 [n] of one layer: keys and values [n * 128, kv_heads, dim], valid until the
+    next call."""
+
+    def __call__(self, page_ids: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class CodecRestore:
+    """By kernels/page_codec.py, on any device."""
+
+    def __init__(self, keys: PackedRegion, values: PackedRegion | None, workspace: Workspace) -> None:
+        self._sides, self._workspace = [keys] if values is None else [keys, values], workspace
+
+    def __call__(self, page_ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = []
+        for side, (planes, codec) in enumerate(self._sides):
+            out = self._workspace.block(side, len(page_ids), planes.heads.shape[1], codec.dim)
+            out.copy_(unpack_pages(page_ids.to(planes.heads.device), planes, codec, out.dtype))
+            rows.append(out.flatten(0, 1))
+        return rows[0], rows[-1]
+
+
+class KernelRestore:
+    """By one launch of the restore kernel (kernels/pages_cuda.py); made once a layer, whose pages lie on a GPU."""
+
+    def __init__(self, keys: PackedRegion, values: PackedRegion | None, workspace: Workspace) -> None:
+        """Raises ArgumentError, LayoutError, UncompiledWidthError: a codec or width that the kernel does not take."""
+        sides = [keys] if values is None else [keys, values]
+        first = min((region.planes.heads for region in sides), key=Tensor.data_ptr)
+        regions = []
+        for side, (region, kind) in enumerate(zip(sides, ("kv",) if values is None else ("k", "v"), strict=True)):
+            heads, dim = region.planes.heads.shape[1], region.codec.dim
+            rows = workspace.block(side, BLOCK_PAGES, heads, dim).flatten(0, 1)
+            planes = region_planes_of(region, kind, region.planes.heads.data_ptr() - first.data_ptr())
+            regions.append(RegionRows(planes, dim, workspace=rows))
+        ends = [at.offset + at.region.heads * at.head_bytes for at in (region.planes for region in regions)]
+        arena = first.as_strided((len(first), max(ends)), (first.stride(0), 1))
+        self._group = page_group(arena, regions)
+        table = torch.zeros((BLOCK_PAGES, 8), dtype=torch.int64)  # pages_cuda.PageRows, field by field
+        table[:, 4] = PAGE_TOKENS * torch.arange(BLOCK_PAGES)
+        table[:, 6] = PAGE_TOKENS
+        self._pages = table.to(first.device)
+
+    def __call__(self, page_ids: Tensor) -> tuple[Tensor, Tensor]:
+        count = len(page_ids)
+        self._pages[:count, 0].copy_(page_ids)
+        restore_pages(self._group, self._pages[:count])
+        rows = [source.rows[: count * PAGE_TOKENS] for source in self._group.sources]
+        return rows[0], rows[-1]
+
+
+def region_planes_of(region: PackedRegion, kind: str, offset: int) -> RegionPlanes:
+    """Where the region's planes lie in pages that begin `offset` bytes before its first head."""
+    planes, codec = region
+    bits = int(codec.name[2:]) if codec.rotated else 0
+    shape = Region(planes.rows, planes.heads.shape[1], planes.code_bytes, planes.scale_bytes, kind, codec.dim, bits)
+    return RegionPlanes(shape, offset, planes.scales_offset, planes.heads.shape[2], planes.fragments)
 
 
 # -- one block -------------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def ceilings(timer: Timer, device: torch.device) -> Ceilings:
 def _stream_call(source: Tensor) -> Call:
     import cupy
 
-    cell = Cell("stream.cu", 0, "read", "16", ("read_stream",), ())
+    cell = Cell("stream.cu", 0, "read", "16", ("read_stream",), (("TAILPACK_STREAM", "1"),))
     arch = loader.arch_of(source.device)
     built = ensure_cubin(cell, arch, default_folder(), Path(__file__).parent)
     kernel = cupy.RawModule(path=str(built.path)).get_function("read_stream")

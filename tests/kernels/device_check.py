@@ -35,9 +35,10 @@ from torch import Tensor
 
 from kernels import loader, turboquant, turboquant_cuda
 from kernels.archive import Status, verify
-from kernels.cells import DECLARED, ROW_TYPES, codec_cell
+from kernels.cells import ROW_TYPES, codec_cell
 from kernels.compiler import ToolchainError, toolchain
 from kernels.cubins import build, default_folder
+from kernels.declared import DECLARED
 from kernels.errors import ArgumentError, KernelError, NonFiniteRowError, NormTooLargeError, UncompiledWidthError
 from kernels.rotation import rotate
 from kernels.turboquant import PackedRows

@@ -25,7 +25,6 @@ from kernels.cells import (
     ARCHES as ALL_ARCHES,
 )
 from kernels.cells import (
-    DECLARED,
     AttentionVariant,
     Cell,
     mqa_cell,
@@ -35,6 +34,7 @@ from kernels.cells import (
 )
 from kernels.compiler import ToolchainError
 from kernels.cubins import build, cubin_path
+from kernels.declared import DECLARED
 
 ARCHES = ("sm_90a", "sm_100a")
 CODEC = tuple(cell for cell in DECLARED if cell.source == "turboquant.cu")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from kernels import turboquant
-from kernels.cells import ARCHES, DECLARED, MAX_NORM, ROW_TYPES, ZERO_NORM, codec_cell
+from kernels.cells import ARCHES, MAX_NORM, ROW_TYPES, ZERO_NORM, codec_cell
+from kernels.declared import DECLARED
 from kernels.widths import COMPILED_WIDTHS, PACKED_BITS, PRESETS
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kernels import decode, loader
-from kernels.cells import DECLARED, Cell
+from kernels.cells import Cell
+from kernels.declared import DECLARED
 from kernels.decode import Batch, DecodeLayer, DecodeOptions
 from kernels.decode_args import Counters, DecodeArgs, Item, Plan
 from kernels.decode_cells import DecodeShape, decode_cell

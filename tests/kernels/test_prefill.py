@@ -9,10 +9,10 @@ import torch
 
 from kernels import prefill
 from kernels.attention import PackedRegion, attend_dense, attend_packed, merge
-from kernels.errors import ArgumentError
+from kernels.errors import ArgumentError, UncompiledWidthError
 from kernels.page_codec import RegionRows, arena_planes, pack_pages, row_codec
 from kernels.page_layout import FRAGMENTS, ROWS, Region, page_layout
-from kernels.prefill import History, PrefillOptions, Workspace, attend_chunk
+from kernels.prefill import History, KernelRestore, PrefillOptions, Workspace, attend_chunk
 
 PAGE = 128
 
@@ -212,6 +212,34 @@ def test_the_workspace_holds_one_block_whatever_the_length() -> None:
     assert workspace.block(1, 64, 2, 64).shape == (64, 128, 2, 64)
     with pytest.raises(ArgumentError, match="too small for this layer"):
         workspace.block(0, 64, 4, 64)
+
+
+@pytest.mark.parametrize("codecs", [("tq4", "tq3"), ("fp8", "fp8"), ("tq4", None)])
+def test_the_restore_kernel_is_told_where_the_layers_planes_are(codecs: tuple[str, str | None]) -> None:
+    history = _history(256, 64, 2, codecs)
+    workspace = Workspace(2, 64, torch.bfloat16, torch.device("cpu"))
+    restore = KernelRestore(history.keys, history.values, workspace)
+    group = restore._group
+    sides = [history.keys] if history.values is None else [history.keys, history.values]
+    for side, (region, source) in enumerate(zip(sides, group.sources, strict=True)):
+        planes, heads = source.planes, region.planes.heads
+        for page, head in ((0, 0), (3, 1)):
+            start = group.arena[page].data_ptr() + planes.offset + head * planes.head_bytes
+            assert start == heads[page, head].data_ptr()
+        assert (planes.scales_offset, planes.fragments) == (region.planes.scales_offset, region.planes.fragments)
+        assert source.rows.data_ptr() == workspace.rows[side].data_ptr()
+        assert source.rows.shape == (8192, 2, 64)
+    table = restore._pages.tolist()
+    assert table[5][1:] == [0, 0, 0, 5 * PAGE, 0, PAGE, 0]
+    with pytest.raises(ArgumentError, match=r"kernels run on a GPU.*kernels\.page_codec"):
+        restore(history.page_ids)
+    assert restore._pages[:2, 0].tolist() == history.page_ids.tolist()
+
+
+def test_a_width_without_a_restore_kernel_is_refused_by_name() -> None:
+    history = _history(128, 32, 2, ("tq4", "tq4"))
+    with pytest.raises(UncompiledWidthError, match="width 32"):
+        KernelRestore(history.keys, history.values, Workspace(2, 32, torch.bfloat16, torch.device("cpu")))
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
