@@ -1,4 +1,5 @@
-"""The cells that seal and restore pages: one a width and row dtype, for 2, 3 and 4 bits alike, and one for fp8."""
+"""The cells that seal and restore pages, one a width and row dtype, for 2, 3 and 4 bits alike, and one for fp8; and the
+one that appends rows."""
 
 from __future__ import annotations
 
@@ -55,5 +56,12 @@ def shared_bytes(cell: Cell) -> int:
     return tables + WARPS * (rows + staged + 16)
 
 
+# Appending copies bytes, whatever the rows are.
+APPEND_CELL = Cell("append.cu", 0, "rows", "bytes", ("append_rows",), (("TAILPACK_KERNEL_APPEND", "append_rows"),))
+
 # Models run in bf16; rows of f16 and f32 are rare enough to compile on demand.
-DECLARED_PAGE_CELLS: tuple[Cell, ...] = (*(seal_cell(width, "bf16") for width in COMPILED_WIDTHS), fp8_cell("bf16"))
+DECLARED_PAGE_CELLS: tuple[Cell, ...] = (
+    *(seal_cell(width, "bf16") for width in COMPILED_WIDTHS),
+    fp8_cell("bf16"),
+    APPEND_CELL,
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -143,7 +144,9 @@ class Memory:
         region = Region(PAGE, case.kv_heads, codec.code_bytes, codec.scale_bytes)
         layout = page_layout([region] * (1 if case.shared else 2), 1)
         self.pages = torch.full((pool, layout.page_bytes), 0xFF, dtype=torch.uint8)
-        planes = [arena_planes(self.pages, layout.regions[k], case.kv_heads, PAGE, codec) for k in range(len(layout.regions))]
+        planes = [
+            arena_planes(self.pages, layout.regions[k], case.kv_heads, PAGE, codec) for k in range(len(layout.regions))
+        ]
         self.regions = [PackedRegion(p, codec) for p in planes]
         self.planes = layout.regions
         for i, base in enumerate(self.bases):
@@ -151,7 +154,10 @@ class Memory:
                 ids = self.table[i, : base // PAGE].long()
                 sides = (self.keys, self.values)[: len(planes)]
                 shape = (len(ids), PAGE, case.kv_heads, case.width)
-                pack_pages(ids, [RegionRows(p, codec, side[i][:base].view(shape)) for p, side in zip(planes, sides, strict=True)])
+                pack_pages(
+                    ids,
+                    [RegionRows(p, codec, side[i][:base].view(shape)) for p, side in zip(planes, sides, strict=True)],
+                )
 
     def arguments(self) -> DecodeArgs:
         case, args = self.case, DecodeArgs()
@@ -202,7 +208,12 @@ class Memory:
         self.partial_ml = new(rows, case.kv_heads, vectors, 2)
         args.partial_out, args.partial_ml = self.partial_out.data_ptr(), self.partial_ml.data_ptr()
         args.max_packed_items, args.max_row_items = 0, rows
-        args.num_sequences, args.num_queries, args.kv_heads, args.group = batch, case.num_queries, case.kv_heads, case.group
+        args.num_sequences, args.num_queries, args.kv_heads, args.group = (
+            batch,
+            case.num_queries,
+            case.kv_heads,
+            case.group,
+        )
         args.window, args.sm_scale, args.softcap, args.minus_one = case.window, self.scale, case.softcap, 2**32 - 1
         self.keep = keep
         return args
@@ -211,7 +222,7 @@ class Memory:
         """out [T, q_heads, width], lse [T, q_heads]."""
         case, n, base = self.case, self.case.lengths[i], self.bases[i]
         first = n - case.num_queries
-        options = {"sm_scale": self.scale, "window": case.window, "softcap": case.softcap}
+        options: dict[str, Any] = {"sm_scale": self.scale, "window": case.window, "softcap": case.softcap}
         found: list[Part] = []
         q = self.q[i].float()
         if case.source == "dense":
@@ -219,7 +230,9 @@ class Memory:
         else:
             values = None if case.shared else self.regions[1]
             found.append(
-                attend_packed(q, self.regions[0], values, self.table[i].long(), num_tokens=base, first_position=first, **options)
+                attend_packed(
+                    q, self.regions[0], values, self.table[i].long(), num_tokens=base, first_position=first, **options
+                )
             )
             k, v = self.keys[i][base:], self.values[i][base:]
             found.append(attend_dense(q, k, v, first_position=first, first_row=base, **options))
@@ -275,7 +288,10 @@ def test_any_number_of_vectors(cell_of: Build, source: str, num_queries: int, gr
 @pytest.mark.parametrize("window", [1, 16, 50, 128, 200, 513])
 def test_windows(cell_of: Build, source: str, window: int) -> None:
     lengths = (3, 40, 200, 257, 700)
-    check(cell_of, Case(source, lengths=lengths, num_queries=3 if window > 1 else 1, group=2, window=window, seed=new_seed()))
+    check(
+        cell_of,
+        Case(source, lengths=lengths, num_queries=3 if window > 1 else 1, group=2, window=window, seed=new_seed()),
+    )
 
 
 @pytest.mark.parametrize("source", ["dense", "fp8", "tq2"])
@@ -306,7 +322,10 @@ def test_rows_of_norm_1e6(cell_of: Build, source: str, row_type: str) -> None:
 @pytest.mark.parametrize("tail", [1, 15, 16, 17, 127, 128, 129, 207, 208])
 def test_tails_of_any_length_wrap(cell_of: Build, tail: int) -> None:
     lengths = tuple(base + tail for base in (0, 128, 256, 384))  # one ring holds 208 tokens
-    check(cell_of, Case("fp8", 64, lengths=lengths, tail_tokens=(tail,) * 4, num_queries=1 + tail % 3 % tail, seed=new_seed()))
+    check(
+        cell_of,
+        Case("fp8", 64, lengths=lengths, tail_tokens=(tail,) * 4, num_queries=1 + tail % 3 % tail, seed=new_seed()),
+    )
 
 
 @pytest.mark.parametrize("source", ["dense", "fp8"])
@@ -357,16 +376,22 @@ def test_a_result_does_not_depend_on_batch_mates_or_turns(cell_of: Build, source
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("num_warps", "one_round"), [(8, 1), (8, 0), (3, 0), (1, 0)])
 def test_the_reader_alone_leaves_a_result_a_warp(cell_of: Build, width: int, num_warps: int, one_round: int) -> None:
-    case = Case("fp8", width, lengths=(200, 33, 2), tail_tokens=(200, 33, 2), num_queries=2, group=3, columns=4, seed=new_seed())
+    case = Case(
+        "fp8", width, lengths=(200, 33, 2), tail_tokens=(200, 33, 2), num_queries=2, group=3, columns=4, seed=new_seed()
+    )
     print(case)
     memory, library = Memory(case), cell_of(case)
     args = memory.arguments()
-    scale = {"sm_scale": memory.scale}
     for i, first, count in ((0, 0, 200), (0, 71, 100), (1, 0, 33), (1, 32, 1), (2, 0, 2)):
         n = case.lengths[i]
         rows = slice(first, first + count)
         want = attend_dense(
-            memory.q[i], memory.keys[i][rows], memory.values[i][rows], first_position=n - 2, first_row=first, **scale
+            memory.q[i],
+            memory.keys[i][rows],
+            memory.values[i][rows],
+            first_position=n - 2,
+            first_row=first,
+            sm_scale=memory.scale,
         )
         for kv_head, first_vector in ((0, 0), (1, 4)):
             outs = torch.full((num_warps, 4, width + 1), float("nan"))
@@ -374,9 +399,9 @@ def test_the_reader_alone_leaves_a_result_a_warp(cell_of: Build, width: int, num
             item = Item(i, first, count, RING_ROWS)
             library.call("tail", num_warps, args, item, kv_head, first_vector, one_round, outs, width + 1, mls)
             assert bool(outs[..., width:].isnan().all()), "wrote between the columns"
-            m, l, out = mls[..., 0], mls[..., 1], outs[..., :width]
+            m, out = mls[..., 0], outs[..., :width]
             weight = (m - m.amax(0).clamp(min=-1e30)).exp2()
-            total, out = (l * weight).sum(0), (out * weight[..., None]).sum(0)
+            total, out = (mls[..., 1] * weight).sum(0), (out * weight[..., None]).sum(0)
             for column, vector in enumerate(range(first_vector, first_vector + 4)):
                 if vector >= 6 or n - 2 + vector // 3 < first:  # no vector, or its position lies before the rows
                     assert total[column] == 0
