@@ -261,6 +261,19 @@ def check(gpu: Gpu, num_bytes: int, findings: Findings) -> None:
     findings.say("nvidia-smi", True, says=_nvidia_smi())
 
 
+def _cuda_libraries(maps: str) -> set[str]:
+    """Libraries with "cuda" in their names among a process's mappings."""
+    files = (line.split()[-1] for line in maps.splitlines() if "/" in line)
+    return {Path(file).name for file in files if "cuda" in Path(file).name}
+
+
+def _bare_interpreters_libraries() -> set[str]:
+    """Those that this machine puts into every Python, before a line of ours runs."""
+    code = "print(open('/proc/self/maps').read())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return _cuda_libraries(run.stdout)
+
+
 def _lives(gpu: Gpu, folder: str, num_bytes: int, at_start: int, store_pid: int, findings: Findings) -> None:
     """Workers one after the other, in one store."""
     seed = int(time.time())
@@ -273,8 +286,8 @@ def _lives(gpu: Gpu, folder: str, num_bytes: int, at_start: int, store_pid: int,
         seen = first.ask("view")
         findings.say("view", _all(seen), **seen)
         first.kill()
-    libraries = Path(f"/proc/{store_pid}/maps").read_text()
-    findings.say("the-store-loads-no-cuda", "libcuda" not in libraries)
+    loaded, bare = _cuda_libraries(Path(f"/proc/{store_pid}/maps").read_text()), _bare_interpreters_libraries()
+    findings.say("the-store-loads-no-cuda", loaded <= bare, loaded=sorted(loaded), bare_interpreter=sorted(bare))
     held = _settled(gpu, at_start - made["created_bytes"])
     findings.say(
         "the-store-alone-keeps-the-memory",
