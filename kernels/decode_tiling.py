@@ -14,7 +14,7 @@ from kernels.widths import require_compiled
 PAGE_TOKENS = 128
 VECTORS = (4, 8)  # query vectors that one pass over the rows takes
 PROFILE_SLOTS = ("start", "dependencies", "first_page", "tail", "producer", "consumer", "epilogue", "items")
-MERGE_THREADS = 256
+MERGE_THREADS = 128
 
 # Shared memory of an SM that CTAs may take, with the 1 KiB that each of them costs beside its own.
 _LARGE_SHARED, _SMALL_SHARED, _RESERVED = 228 * 1024, 100 * 1024, 1024
