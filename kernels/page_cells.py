@@ -10,7 +10,7 @@ WARPS = 4  # of a CTA: kRowWarpsOfCta in csrc/seal.cuh
 GROUP_ROWS = 32  # rows of a unit: kGroupRows in csrc/page_rows.cuh
 _LANE_VALUES = 128  # of a row in one lane's registers
 _ELEMENT_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
-_CTAS_PER_SM = {64: 5, 128: 3, 256: 3, 512: 3}  # what the registers allow: up to 96 for width 64, 168 for the others
+_CTAS_PER_SM = {64: 4, 128: 3, 256: 3, 512: 3}  # as many as registers allow without much spilling
 
 
 def seal_cell(width: int, row_type: str) -> Cell:
@@ -52,7 +52,7 @@ def shared_bytes(cell: Cell) -> int:
     lanes = max(1, cell.width // _LANE_VALUES)
     rows = GROUP_ROWS // lanes * (cell.width * _ELEMENT_BYTES[cell.variant] + 16 * lanes)
     staged = GROUP_ROWS * (4 * (cell.width // 8 + 4) + 4)
-    tables = 2 * 3 * 32 * 4
+    tables = 2 * 3 * 32 * 4 + 16 * 4
     return tables + WARPS * (rows + staged + 16)
 
 

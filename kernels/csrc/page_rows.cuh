@@ -92,7 +92,7 @@ struct UnitCursor {
 __device__ __forceinline__ uint8_t* row_address(const PageRows& page, const PageRegion& region, int head, int row) {
     uint32_t ring_rows_of_page = static_cast<uint32_t>(page.ring_tokens);
     uint32_t first_ring_row = static_cast<uint32_t>(page.first_token);
-    int64_t first_workspace_row = page.workspace_token;
+    uint32_t first_workspace_row = static_cast<uint32_t>(page.workspace_token);
     if (region.ratio != 1) {
         const uint32_t ratio = static_cast<uint32_t>(region.ratio);
         ring_rows_of_page /= ratio;
@@ -104,7 +104,8 @@ __device__ __forceinline__ uint8_t* row_address(const PageRows& page, const Page
         return region.tail + page.tail_slot * region.tail_slot_stride + ring_row * region.tail_row_stride +
                head * region.tail_head_stride;
     }
-    return region.workspace + (first_workspace_row + row - ring_rows_of_page) * region.workspace_row_stride +
+    const int64_t workspace_row = first_workspace_row + static_cast<uint32_t>(row) - ring_rows_of_page;
+    return region.workspace + workspace_row * region.workspace_row_stride +
            head * region.workspace_head_stride;
 }
 

@@ -61,6 +61,9 @@ __device__ __forceinline__ uint4 load_stream_16(const void* p) {
 __device__ __forceinline__ uint4 load_cached_16(const void* p) { return __ldg(static_cast<const uint4*>(p)); }
 __device__ __forceinline__ uint2 load_cached_8(const void* p) { return __ldg(static_cast<const uint2*>(p)); }
 __device__ __forceinline__ uint32_t load_cached_4(const void* p) { return __ldg(static_cast<const unsigned*>(p)); }
+__device__ __forceinline__ void store_global_16(void* p, const uint4& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 // Written by another kernel of the same call: past L1.
 __device__ __forceinline__ float4 load_l2_f4(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
 __device__ __forceinline__ float2 load_l2_f2(const float* p) { return __ldcg(reinterpret_cast<const float2*>(p)); }
@@ -102,18 +105,12 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 
 // Copies by a whole warp (the producer's) into shared memory that complete at an mbarrier. A phase is:
 //   stage_begin(full, all bytes of the phase); stage_copy(...) once or more; stage_end(full).
-// or stage_lane_copy in the place of stage_copy: each lane copies a piece of its own.
 // The barrier is made with kStageArrivals arrivals. All 32 lanes call all three. Addresses and sizes: multiples of 16.
 #if defined(TAILPACK_NO_BULK_COPY) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900)
 constexpr uint32_t kStageArrivals = 32;
 __device__ __forceinline__ void stage_begin(uint32_t, uint32_t) {}
 __device__ __forceinline__ void stage_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t, uint64_t) {
     for (uint32_t at = 16 * (threadIdx.x % 32); at < bytes; at += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(static_cast<const uint8_t*>(from) + at)
-                     : "memory");
-}
-__device__ __forceinline__ void stage_lane_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t) {
-    for (uint32_t at = 0; at < bytes; at += 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(static_cast<const uint8_t*>(from) + at)
                      : "memory");
 }
@@ -137,11 +134,6 @@ __device__ __forceinline__ void stage_copy(uint32_t to, const void* from, uint32
                      "l"(from), "r"(bytes), "r"(full), "l"(policy)
                      : "memory");
 }
-__device__ __forceinline__ void stage_lane_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t full) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(full)
-                 : "memory");
-}
 __device__ __forceinline__ void stage_end(uint32_t) {}
 __device__ __forceinline__ uint64_t evict_first_policy() {
     uint64_t policy;
@@ -155,26 +147,14 @@ __device__ __forceinline__ uint64_t evict_last_policy() {
 }
 #endif
 
-// Copies out of shared memory, each lane a piece of its own (none where bytes is 0). Order: the lane writes its piece, or
-// others do and __syncwarp; lane_copy_out; before the piece is written again: lane_copy_out_wait.
-#if defined(TAILPACK_NO_BULK_COPY) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900)
-__device__ __forceinline__ void lane_copy_out(void* to, const void* from, uint32_t bytes) {
-    for (uint32_t at = 0; at < bytes; at += 16)
-        *reinterpret_cast<uint4*>(static_cast<uint8_t*>(to) + at) =
-            *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(from) + at);
+// Copies of 16 bytes by single lanes, whose arrivals at a barrier follow all that the lane has started before. (A bulk copy
+// takes its addresses from registers of the whole warp: one a lane would be 32 turns of a loop.)
+__device__ __forceinline__ void lane_copy_16(uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-__device__ __forceinline__ void lane_copy_out_wait() {}
-#else
-__device__ __forceinline__ void lane_copy_out(void* to, const void* from, uint32_t bytes) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (bytes > 0)
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-                     "r"(bytes)
-                     : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+__device__ __forceinline__ void lane_copies_arrive(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void lane_copy_out_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-#endif
 
 // ---- programmatic dependent launch (nothing before sm_90: there a launch waits for the one before it)
 

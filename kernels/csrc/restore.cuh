@@ -59,7 +59,6 @@ __device__ __forceinline__ void restore_pages(const PageTables& tables, SharedRo
     shared.tables.template fill<WIDTH>(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
     __syncthreads();
 
-    const Diagonal<WIDTH> diagonal(lane);
     UnitCursor cursor(tables, blockIdx.x * kRowWarpsOfCta + static_cast<uint32_t>(warp), gridDim.x * kRowWarpsOfCta);
     for (; !cursor.done(tables); cursor.advance(tables)) {
         const PageUnit unit = cursor.unit(tables);
@@ -74,17 +73,19 @@ __device__ __forceinline__ void restore_pages(const PageTables& tables, SharedRo
 #pragma unroll 1
         for (int pass = 0; pass < L::kPasses; pass++) {
             const int row = row_of_pass<WIDTH>(pass, lane);
-            lane_copy_out_wait();
-            __syncwarp(); // nobody's piece of the pass before is still read
+            const Diagonal<WIDTH> diagonal(shared.tables, lane);
             decode_row<WIDTH, T>(own.staged.words[row], own.staged.scales[row], value_of_lane, diagonal, own, lane);
             __syncwarp();
-            const bool wanted = row >= begin && row < end;
-            uint8_t* to = nullptr;
-            if (wanted) to = row_address(page, region, unit.head, place.first_row + row);
-            lane_copy_out(to + lane % L::kLanes * S::kPieceBytes, own.piece(lane), wanted ? S::kPieceBytes : 0);
+            const uint8_t* of_lane = nullptr;
+            if (row >= begin && row < end) of_lane = row_address(page, region, unit.head, place.first_row + row);
+#pragma unroll
+            for (int i = 0; i < S::kCopies; i++) {
+                uint8_t* to = address_of_lane(of_lane, S::row_of_copy(i, lane) * L::kLanes);
+                if (to != nullptr) store_global_16(to + S::byte_of_copy(i, lane), *own.piece(i, lane));
+            }
+            __syncwarp(); // the rows and the staged codes are read, and may be written again
         }
     }
-    lane_copy_out_wait();
 }
 
 } // namespace tailpack

@@ -28,34 +28,6 @@ template <int WIDTH> struct RowLanes {
     static constexpr int kWords = WIDTH / kChunk; // nibble words of a row
 };
 
-// ---- the diagonal D
-
-template <int WIDTH> struct Diagonal {
-    using L = RowLanes<WIDTH>;
-    static constexpr bool kKnown = L::kLanes == 1;
-    uint32_t words[kKnown ? 1 : (L::kValues + 31) / 32]; // bit i % 32 of word i / 32: value i of this lane is negated
-
-    __device__ __forceinline__ explicit Diagonal(int lane) {
-        if constexpr (!kKnown)
-#pragma unroll
-            for (int w = 0; w < (L::kValues + 31) / 32; w++) {
-                words[w] = 0;
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int chunk = L::kLanes * (4 * w + i) + lane % L::kLanes;
-                    uint32_t row_word = 0;
-#pragma unroll
-                    for (int k = 0; k < WIDTH / 32; k++) row_word = chunk / 4 == k ? Signs<WIDTH>::word(k) : row_word;
-                    words[w] |= (row_word >> kChunk * (chunk % 4) & 0xffu) << kChunk * i;
-                }
-            }
-    }
-    __device__ __forceinline__ float flip(float x, int i) const {
-        if constexpr (kKnown) return Signs<WIDTH>::word(i / 32) >> i % 32 & 1u ? -x : x;
-        return __uint_as_float(__float_as_uint(x) ^ (words[i / 32] << (31 - i % 32) & 0x80000000u));
-    }
-};
-
 // ---- transform and norm
 
 template <int FIRST, int LAST, int N> __device__ __forceinline__ void butterflies(float (&x)[N]) {
@@ -164,10 +136,20 @@ template <int WIDTH, int BITS> __device__ constexpr bool candidates_fit() {
     return true;
 }
 
-// By lane, for 2, 3 and 4 bits; in shared memory.
-struct GridTables {
-    float negated_boundary[3][32];
-    float value[3][32]; // by the five low bits of any number whose four low ones are the code
+template <int WIDTH> __device__ constexpr uint32_t lane_signs(int q, int w) {
+    uint32_t signs = 0;
+    for (int i = 0; i < 4; i++) {
+        const int chunk = RowLanes<WIDTH>::kLanes * (4 * w + i) + q;
+        signs |= (Signs<WIDTH>::word(chunk / 4) >> kChunk * (chunk % 4) & 0xffu) << kChunk * i;
+    }
+    return signs;
+}
+
+// What lanes look up; in shared memory. Of the three grids in the order 2, 3, 4 bits.
+struct RowTables {
+    float negated_boundary[3][32]; // by candidate
+    float value[3][32];            // by the five low bits of any number whose four low ones are the code
+    alignas(16) uint32_t signs[4][4]; // of the diagonal: bit i % 32 of [q][i / 32] is that of value i of lane q of a row
 
     template <int WIDTH> __device__ __forceinline__ void fill(int thread, int num_threads) {
         for (int i = thread; i < 32; i += num_threads) {
@@ -177,7 +159,32 @@ struct GridTables {
             value[0][i] = Candidates<WIDTH, 2>::value(i % 16);
             value[1][i] = Candidates<WIDTH, 3>::value(i % 16);
             value[2][i] = Candidates<WIDTH, 4>::value(i % 16);
+#pragma unroll
+            for (int k = 0; k < WIDTH / 32; k++) { // the index by which signs are looked up has to be a constant
+                constexpr int kWords = RowLanes<WIDTH>::kValues / 32;
+                if (i == k) signs[k / kWords][k % kWords] = lane_signs<WIDTH>(k / kWords, k % kWords);
+            }
         }
+    }
+};
+
+// ---- the diagonal D
+
+template <int WIDTH> struct Diagonal {
+    using L = RowLanes<WIDTH>;
+    static constexpr bool kKnown = L::kLanes == 1;
+    uint32_t words[kKnown ? 1 : L::kValues / 32]; // bit i % 32 of word i / 32: value i of this lane is negated
+
+    // Made anew for each row: the compiler would keep the masks of all values if they were the same for all rows.
+    __device__ __forceinline__ Diagonal(const RowTables& tables, int lane) {
+        if constexpr (!kKnown) {
+#pragma unroll
+            for (int w = 0; w < L::kValues / 32; w++) words[w] = tables.signs[lane % L::kLanes][w];
+        }
+    }
+    __device__ __forceinline__ float flip(float x, int i) const {
+        if constexpr (kKnown) return Signs<WIDTH>::word(i / 32) >> i % 32 & 1u ? -x : x;
+        return __uint_as_float(__float_as_uint(x) ^ (words[i / 32] << (31 - i % 32) & 0x80000000u));
     }
 };
 
@@ -189,7 +196,7 @@ struct Quantiser {
     uint32_t odd_low, odd_high;
     int sign_bit; // bits - 1
 
-    template <int WIDTH> static __device__ __forceinline__ Quantiser of(int bits, const GridTables& tables, int lane) {
+    template <int WIDTH> static __device__ __forceinline__ Quantiser of(int bits, const RowTables& tables, int lane) {
         Quantiser q;
         if (bits == 4) q.set<WIDTH, 4>();
         else if (bits == 3) q.set<WIDTH, 3>();

@@ -16,8 +16,9 @@ constexpr int kRowWarpsOfCta = 4;
 template <int WIDTH, typename T> struct WarpRows {
     using L = RowLanes<WIDTH>;
     static constexpr int kRowBytes = WIDTH * static_cast<int>(sizeof(T));
-    static constexpr int kPieceBytes = kRowBytes / L::kLanes;   // a row's share of each lane in copies
-    static constexpr int kPitch = kRowBytes + 16 * L::kLanes;   // lanes 16 bytes apart lie in different banks
+    static constexpr int kPitch = kRowBytes + 16 * L::kLanes; // lanes 16 bytes apart lie in different banks
+    static constexpr int kPieces = kRowBytes / 16;            // pieces of a row; copies go piece by piece, rows in a line
+    static constexpr int kCopies = L::kRows * kPieces / 32;   // of each lane, for a pass
     alignas(16) uint8_t rows[L::kRows * kPitch];
     alignas(16) StagedCodes<WIDTH> staged;
     alignas(8) uint64_t arrived;
@@ -27,14 +28,28 @@ template <int WIDTH, typename T> struct WarpRows {
         uint8_t* row = rows + lane / L::kLanes * kPitch;
         return reinterpret_cast<uint4*>(row + (L::kLanes * s + lane % L::kLanes) * kChunk * sizeof(T));
     }
-    // The lane's piece of a row in copies.
-    __device__ __forceinline__ uint8_t* piece(int lane) {
-        return rows + lane / L::kLanes * kPitch + lane % L::kLanes * kPieceBytes;
+    // The row of the lane's copy i, and the byte of the row: of 32 i + lane, written so that what depends on i is known.
+    static __device__ __forceinline__ int row_of_copy(int i, int lane) {
+        if constexpr (kPieces > 32) return i / (kPieces / 32);
+        else return i * (32 / kPieces) + lane / kPieces;
+    }
+    static __device__ __forceinline__ int byte_of_copy(int i, int lane) {
+        if constexpr (kPieces > 32) return 16 * (i % (kPieces / 32) * 32 + lane);
+        else return 16 * (lane % kPieces);
+    }
+    __device__ __forceinline__ uint4* piece(int i, int lane) {
+        return reinterpret_cast<uint4*>(rows + row_of_copy(i, lane) * kPitch + byte_of_copy(i, lane));
     }
 };
 
+// What lane `source` has of an address.
+__device__ __forceinline__ uint8_t* address_of_lane(const uint8_t* address, int source) {
+    return reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(
+        __shfl_sync(0xffffffffu, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(address)), source)));
+}
+
 template <int WIDTH, typename T> struct SharedRows {
-    GridTables tables;
+    RowTables tables;
     WarpRows<WIDTH, T> warps[kRowWarpsOfCta];
 };
 
@@ -147,11 +162,15 @@ __device__ __forceinline__ void start_rows(const PageTables& tables, const UnitC
     const PageUnit unit = cursor.unit(tables);
     const PageRegion& region = tables.regions[unit.region];
     const int row = min(unit.first_row + row_of_pass<WIDTH>(pass, lane), static_cast<int>(region.rows) - 1);
-    const uint8_t* from = row_address(tables.pages[cursor.entry], region, unit.head, row);
-    const uint32_t barrier = shared_address(&shared.arrived);
-    stage_begin(barrier, 32 * S::kPieceBytes);
-    stage_lane_copy(shared_address(shared.piece(lane)), from + lane % S::L::kLanes * S::kPieceBytes, S::kPieceBytes, barrier);
-    stage_end(barrier);
+    const uint32_t to = shared_address(shared.rows);
+    const uint8_t* of_lane = row_address(tables.pages[cursor.entry], region, unit.head, row);
+#pragma unroll
+    for (int i = 0; i < S::kCopies; i++) {
+        const uint8_t* from = address_of_lane(of_lane, S::row_of_copy(i, lane) * S::L::kLanes);
+        const uint32_t at = S::row_of_copy(i, lane) * S::kPitch + S::byte_of_copy(i, lane);
+        lane_copy_16(to + at, from + S::byte_of_copy(i, lane));
+    }
+    lane_copies_arrive(shared_address(&shared.arrived));
 }
 
 // Rows below `begin` stay as they are in the page. checksums [num_pages], zeroed by the caller: each page's sum is added.
@@ -165,12 +184,11 @@ __device__ __forceinline__ void seal_pages(const PageTables& tables, uint64_t* c
     WarpRows<WIDTH, T>& own = shared.warps[warp];
     shared.tables.template fill<WIDTH>(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
     if (lane == 0) {
-        mbarrier_init(shared_address(&own.arrived), kStageArrivals);
+        mbarrier_init(shared_address(&own.arrived), 32);
         mbarrier_init_fence();
     }
     __syncthreads();
 
-    const Diagonal<WIDTH> diagonal(lane);
     uint32_t parity = 0;
     UnitCursor cursor(tables, blockIdx.x * kRowWarpsOfCta + static_cast<uint32_t>(warp), gridDim.x * kRowWarpsOfCta);
     if (!cursor.done(tables)) start_rows(tables, cursor, 0, own, lane);
@@ -196,6 +214,7 @@ __device__ __forceinline__ void seal_pages(const PageTables& tables, uint64_t* c
             else if (!next.done(tables)) start_rows(tables, next, 0, own, lane);
             const int row = row_of_pass<WIDTH>(pass, lane);
             const bool writes = row >= kept && row < place.rows;
+            const Diagonal<WIDTH> diagonal(shared.tables, lane);
             const bool good = encode_row(raw, quantiser, diagonal, own.staged.words[row], &own.staged.scales[row], writes, lane);
             if (writes && !good)
                 atomicMin(first_bad_row, static_cast<long long>(cursor.entry << 32 | static_cast<int64_t>(unit.region) << 20 |

@@ -285,18 +285,6 @@ def test_bytes_that_are_not_expected_never_complete_a_phase(emulator: Emulator) 
         run_pipeline(emulator, SHORT_EXPECT, 1)
 
 
-def test_a_copy_out_reads_its_source_until_it_is_waited_for(copies: Emulator, emulator: Emulator) -> None:
-    expected = torch.arange(10, dtype=torch.int32).reshape(10, 1).expand(10, 128)
-    for seed in SEEDS:
-        out = torch.full((10, 128), -1, dtype=torch.int32)
-        copies.call("run_copies_out", out, 10, 1, 1, seed=seed)
-        assert torch.equal(out, expected)
-        emulator.call("run_copies_out", out, 10, 0, 1, seed=seed)
-        assert not torch.equal(out, expected), "a missing wait does not show"
-        with pytest.raises(EmulatorError, match="before its copies out"):
-            emulator.call("run_copies_out", out, 10, 1, 0)
-
-
 # ---- mistakes
 
 MISUSES = {

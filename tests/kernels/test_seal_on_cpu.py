@@ -6,7 +6,9 @@ kernels/page_checksum.py, so that a mistake in one of the two does not hide in t
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -36,11 +38,13 @@ from tests.kernels.emulator import Emulator, needs_compiler
 pytestmark = needs_compiler
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-NO_BULK = ("-DTAILPACK_NO_BULK_COPY",)
 RING_ROWS = 160
 
 
-def build(folder: Path, cell: Cell, options: tuple[str, ...] = ()) -> Emulator:
+EmulatorOf = Callable[..., Emulator]  # cell, compiler options
+
+
+def build(folder: Path, cell: Cell, options: tuple[str, ...]) -> Emulator:
     defines = [f"-D{name}={value}" for name, value in cell.defines]
     return Emulator.build(cell.source.replace(".cu", ".cpp"), folder, [*defines, *options])
 
@@ -49,8 +53,8 @@ _built: dict[tuple[str, tuple[str, ...]], Emulator] = {}
 
 
 @pytest.fixture
-def emulator_of(tmp_path_factory: pytest.TempPathFactory) -> object:
-    def of(cell: Cell, options: tuple[str, ...] = ()) -> Emulator:
+def emulator_of(tmp_path_factory: pytest.TempPathFactory) -> EmulatorOf:
+    def of(cell: Cell, *options: str) -> Emulator:
         key = (cell.name, options)
         if key not in _built:
             _built[key] = build(tmp_path_factory.mktemp("seal"), cell, options)
@@ -84,9 +88,7 @@ def expected_codes(codes: np.ndarray, kind: str, dim: int, bits: int) -> bytes:
             stored = [(n, 4)]
         else:
             low = [[(w[2 * h] & 0x33333333) | (w[2 * h + 1] & 0x33333333) << 2 for h in range(dim // 16)] for w in n]
-            top = [
-                [sum((w[4 * u + i] >> 2 & 0x11111111) << i for i in range(4)) for u in range(dim // 32)] for w in n
-            ]
+            top = [[sum((w[4 * u + i] >> 2 & 0x11111111) << i for i in range(4)) for u in range(dim // 32)] for w in n]
             stored = [(low, 4), (top, min(4, dim // 32))] if bits == 3 else [(low, 4)]
         for lanes, together in stored:
             for outer in range(len(lanes[0]) // together):
@@ -114,7 +116,9 @@ def expected_page(layout: PageLayout, rows: list[Tensor]) -> tuple[bytes, int]:
                     plain_codes = turboquant.unpack_codes(packed, dim, bits).numpy()
                     codes = expected_codes(plain_codes, at.fragments.kind, dim, bits)
             if at.fragments:
-                order = [32 * group + g + 8 * k for group in range(len(scales) // 32) for g in range(8) for k in range(4)]
+                order = [
+                    32 * group + g + 8 * k for group in range(len(scales) // 32) for g in range(8) for k in range(4)
+                ]
                 scales = scales[order]
             page[start : start + len(codes)] = codes
             place = start + at.scales_offset
@@ -141,9 +145,7 @@ def make_case(dim: int, kinds: str, bits: tuple[int, ...], dtype: torch.dtype, h
     """Regions of `kinds` ("k", "v" in layout version 2, "r" rows of version 1), random tails and a workspace."""
     version = ROWS if kinds == "r" else FRAGMENTS
     shapes = [
-        Region(
-            128 // ratio, heads, code_bytes(dim, b) if b else dim, 4, "" if kind == "r" else kind, dim, b
-        )
+        Region(128 // ratio, heads, code_bytes(dim, b) if b else dim, 4, "" if kind == "r" else kind, dim, b)
         for kind, b in zip(kinds, bits, strict=True)
     ]
     layout = page_layout(shapes, version)
@@ -263,7 +265,7 @@ def seal_and_restore(emulator: Emulator, case: Case, seed: int) -> None:
         region.tail.fill_(float("nan"))
         region.workspace.fill_(float("nan"))
     begin = 64
-    restore(emulator, case, [from_token(page, begin) for page in PAGES], seed=seed)
+    restore(emulator, case, [page._replace(begin=begin) for page in PAGES], seed=seed)
     assert torch.equal(case.group.arena, sealed), "restore wrote into a page"
     for region, kept in zip(case.group.sources, wanted, strict=True):
         assert region.tail is not None and region.workspace is not None
@@ -278,14 +280,150 @@ def seal_and_restore(emulator: Emulator, case: Case, seed: int) -> None:
         assert finite == written, "wrote rows that belong to no page"
 
 
-def from_token(page: PageRows, begin: int) -> PageRows:
-    return page._replace(begin=begin) if page.page >= 0 else page
-
-
 @pytest.mark.parametrize("width", COMPILED_WIDTHS)
 @pytest.mark.parametrize(("kinds", "bits"), [("kv", (4, 4)), ("vk", (3, 2)), ("kv", (3, 2)), ("rrr", (2, 3, 4))])
-def test_pages_of_bf16_rows(emulator_of, width: int, kinds: str, bits: tuple[int, ...]) -> None:  # type: ignore[no-untyped-def]
+def test_pages_of_bf16_rows(emulator_of: EmulatorOf, width: int, kinds: str, bits: tuple[int, ...]) -> None:
     seed = int(torch.seed() % 2**31)
     print(f"seed {seed}")
     case = make_case(width, kinds, bits, torch.bfloat16)
     seal_and_restore(emulator_of(seal_cell(width, "bf16")), case, seed)
+
+
+@pytest.mark.parametrize("name", ["f16", "f32"])
+@pytest.mark.parametrize("width", COMPILED_WIDTHS)
+def test_pages_of_other_rows(emulator_of: EmulatorOf, width: int, name: str) -> None:
+    seed = int(torch.seed() % 2**31)
+    print(f"seed {seed}")
+    case = make_case(width, "kvr", (4, 3, 2), DTYPES[name], heads=1)
+    seal_and_restore(emulator_of(seal_cell(width, name)), case, seed)
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_pages_where_more_lanes_share_a_row(emulator_of: EmulatorOf, lanes: int) -> None:
+    seed = int(torch.seed() % 2**31)
+    print(f"seed {seed}")
+    case = make_case(128, "kv", (4, 3), torch.bfloat16, heads=1)
+    seal_and_restore(emulator_of(seal_cell(128, "bf16"), f"-DTAILPACK_ROW_LANES={lanes}"), case, seed)
+
+
+@pytest.mark.parametrize("bits", [*PACKED_BITS, 0])
+@pytest.mark.parametrize("ratio", [4, 32, 128])
+def test_regions_whose_rows_cover_several_tokens(emulator_of: EmulatorOf, ratio: int, bits: int) -> None:
+    seed = int(torch.seed() % 2**31)
+    print(f"seed {seed}")
+    width = 512 if ratio == 128 else 128
+    case = make_case(
+        width, "kv" if ratio == 4 else "r", (bits, bits)[: 2 if ratio == 4 else 1], torch.bfloat16, ratio=ratio
+    )
+    pages = [page._replace(ring_tokens=page.ring_tokens // 128 * 128, workspace_token=128) for page in PAGES]
+    if ratio == 128:
+        pages = [page._replace(begin=0) for page in pages]
+    emulator = emulator_of(seal_cell(width, "bf16") if bits else fp8_cell("bf16"))
+    checksums, bad = seal(emulator, case, pages, seed=seed)
+    assert bad is None
+    for page, checksum in zip(pages, checksums, strict=True):
+        if page.page >= 0:
+            check_page(case, page, checksum)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("dim", [8, 80, 128, 576])
+def test_pages_of_fp8_rows(emulator_of: EmulatorOf, dim: int, name: str) -> None:
+    seed = int(torch.seed() % 2**31)
+    print(f"seed {seed}")
+    seal_and_restore(emulator_of(fp8_cell(name)), make_case(dim, "rr", (0, 0), DTYPES[name]), seed)
+
+
+@pytest.mark.parametrize(
+    ("width", "begin"), [(64, 45), (512, 45), (128, 0), (128, 1), (128, 32), (128, 45), (128, 127), (128, 128)]
+)
+@pytest.mark.parametrize(
+    ("kinds", "bits"), [("kv", (4, 4)), ("kv", (3, 2)), ("vk", (3, 2)), ("rrr", (2, 3, 4)), ("rr", (0, 0))]
+)
+def test_rows_below_begin_stay(
+    emulator_of: EmulatorOf, width: int, kinds: str, bits: tuple[int, ...], begin: int
+) -> None:
+    seed = int(torch.seed() % 2**31)
+    print(f"seed {seed}")
+    emulator = emulator_of(seal_cell(width, "bf16") if bits[0] else fp8_cell("bf16"))
+    case = make_case(width, kinds, bits, torch.bfloat16, heads=1)
+    first, second = PageRows(2, workspace_token=0), PageRows(2, workspace_token=160, begin=begin)
+    old = [rows_of(region, first) for region in case.group.sources]
+    seal(emulator, case, [first])
+    checksums, bad = seal(emulator, case, [second], seed=seed)
+    assert bad is None
+    mixed = [torch.cat([a[:begin], rows_of(r, second)[begin:]]) for a, r in zip(old, case.group.sources, strict=True)]
+    want, checksum = expected_page(case.layout, mixed)
+    assert bytes(case.group.arena[2].numpy()) == want
+    assert checksums == [checksum]
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+@pytest.mark.parametrize("width", COMPILED_WIDTHS)
+def test_a_coordinate_on_a_boundary_goes_to_the_upper_cell(emulator_of: EmulatorOf, width: int, bits: int) -> None:
+    half = 1 << (bits - 1)
+    positive = list(grid_boundaries(turboquant.grid(width, bits)))
+    boundaries = torch.tensor([*(-b for b in reversed(positive)), 0.0, *positive])
+    near = [boundaries]
+    for step in (-3, -2, -1, 1, 2, 3):  # neighbours: one step of a float, and some
+        moved = boundaries
+        for _ in range(abs(step)):
+            moved = torch.nextafter(moved, torch.tensor(step * float("inf")))
+        near.append(moved)
+    fine = torch.linspace(-1.01, 1.01, 4096)  # a candidate that is off by two would show somewhere
+    y = torch.cat([*near, fine, boundaries * 0.5, torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3.0, -3.0, 1e38, -1e38])])
+    y = torch.cat([y, torch.zeros(-len(y) % 256)])
+    cells = (y[:, None] >= boundaries).sum(1)
+    want = torch.where(cells >= half, cells - half, 2 * half - 1 - cells)
+    emulator = emulator_of(seal_cell(width, "bf16"))
+    for chunk, expected in zip(y.view(-1, 32, 8), want.view(-1, 32, 8), strict=True):
+        words = torch.zeros(32, dtype=torch.int32)
+        emulator.call("quantise", bits, chunk.contiguous(), words)
+        codes = torch.stack([words >> 4 * j & 0xF for j in range(8)], dim=1)
+        assert torch.equal(codes, expected.to(torch.int32)), (chunk[codes != expected], expected[codes != expected])
+
+
+@pytest.mark.parametrize("bits", [4, 0])
+def test_a_bad_row_is_named_and_stores_nothing_that_looks_like_a_row(emulator_of: EmulatorOf, bits: int) -> None:
+    emulator = emulator_of(seal_cell(128, "bf16") if bits else fp8_cell("bf16"))
+    for poison in (float("nan"), float("inf"), -float("inf"), *([3e37] if bits else [])):
+        case = make_case(128, "kv", (bits, bits), torch.bfloat16)
+        workspace = case.group.sources[1].workspace
+        assert workspace is not None
+        workspace[172 + 77, 1, 127] = poison
+        workspace[172 + 77, 0, 0] = poison
+        workspace[172 + 121, 0, 64] = poison
+        _, bad = seal(emulator, case, PAGES)
+        assert bad == BadRow(entry=3, region=1, head=0, row=77)
+        at = case.layout.regions[1]
+        for head in range(2):
+            start = at.offset + head * at.head_bytes + at.scales_offset
+            scales = case.group.arena[4, start : start + 512].clone().view(torch.float32)
+            if at.fragments:
+                scales = scales.view(4, 8, 4).transpose(1, 2).flatten()
+            assert scales.isnan().nonzero().flatten().tolist() == ([77, 121] if head == 0 else [77])
+
+
+def test_e4m3_of_every_value_near_a_code(emulator_of: EmulatorOf) -> None:
+    emulator = emulator_of(fp8_cell("bf16"))
+    to, value = emulator.function("e4m3"), emulator.function("e4m3_value")
+    to.restype, to.argtypes = ctypes.c_uint, [ctypes.c_float]
+    value.restype, value.argtypes = ctypes.c_float, [ctypes.c_uint]
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    exact = codes.view(torch.float8_e4m3fn).to(torch.float32)
+    for code, x in enumerate(exact.tolist()):
+        got = value(code)
+        assert got == x or (got != got and x != x)
+    finite = exact[exact.isfinite()].sort().values
+    middle = (finite[1:] + finite[:-1]) / 2
+    probes = torch.cat([finite, middle, *(torch.nextafter(m, m + s) for m in (finite, middle) for s in (-1, 1))])
+    probes = torch.cat([probes, torch.tensor([1e-45, -1e-45, 0.0, -0.0])]).clamp(-448, 448)
+    want = probes.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+    assert [to(x) for x in probes.tolist()] == want
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("width", COMPILED_WIDTHS)
+def test_shared_memory_is_what_the_source_says(emulator_of: EmulatorOf, width: int, name: str) -> None:
+    cell = seal_cell(width, name)
+    assert emulator_of(cell).function("shared_bytes")() == shared_bytes(cell)

@@ -83,20 +83,6 @@ void pipeline(const uint8_t* data, int num_stages, uint32_t* sums, int mistake) 
     atomicAdd(sums + blockIdx.x, sum);
 }
 
-// Each lane copies out 16 bytes of i, one i after the other from the same place.
-void copies_out(uint32_t* out, int rounds, int waits_between, int waits_at_end) {
-    TAILPACK_DYNAMIC_SHARED(memory);
-    uint4* own = reinterpret_cast<uint4*>(memory) + threadIdx.x;
-    for (int i = 0; i < rounds; i++) {
-        if (waits_between) lane_copy_out_wait();
-        const unsigned word = static_cast<unsigned>(i);
-        *own = make_uint4(word, word, word, word);
-        lane_copy_out(out + 4 * (i * 32 + static_cast<int>(threadIdx.x)), own, 16);
-        __syncwarp();
-    }
-    if (waits_at_end) lane_copy_out_wait();
-}
-
 // Each thread leaves its number in shared memory, and takes its neighbour's.
 void neighbours(int* out, int with_barrier) {
     __shared__ int numbers[128];
@@ -220,9 +206,6 @@ void run_transpose(const uint32_t* in, uint32_t* out) {
 }
 void run_pipeline(unsigned ctas, const uint8_t* data, int num_stages, uint32_t* sums, int mistake) {
     cta::launch(ctas, 160, kStages * kStageBytes + 16 * kStages, [=] { pipeline(data, num_stages, sums, mistake); });
-}
-void run_copies_out(uint32_t* out, int rounds, int waits_between, int waits_at_end) {
-    cta::launch(1, 32, 512, [=] { copies_out(out, rounds, waits_between, waits_at_end); });
 }
 void run_neighbours(unsigned ctas, int* out, int with_barrier) {
     cta::launch(ctas, 128, 0, [=] { neighbours(out, with_barrier); });

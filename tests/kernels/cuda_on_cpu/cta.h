@@ -196,8 +196,6 @@ inline void check_end(const Cta& c) {
     const std::string block = "block " + to_string(c.index);
     if (!c.copies.empty() || !c.lane_copies.empty())
         throw std::runtime_error(block + ": ended while copies into its shared memory were on their way");
-    if (!c.copies_out.empty())
-        throw std::runtime_error(block + ": ended before its copies out of shared memory were waited for");
     for (const Thread& t : c.threads)
         if (t.stage_calls != c.threads[static_cast<size_t>(t.warp()) * 32].stage_calls)
             throw std::runtime_error(block + format(": lanes 0 and %d of warp %d called stage_begin, stage_copy and stage_end "

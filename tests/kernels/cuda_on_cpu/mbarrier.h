@@ -184,23 +184,4 @@ inline void deliver_copy(Cta& c) {
     complete_phase_if_done(c, barrier);
 }
 
-// ---- copies out of shared memory
-
-inline void deliver_copy_out(Cta& c, size_t chosen) {
-    const CopyOut copy = c.copies_out[chosen];
-    c.copies_out.erase(c.copies_out.begin() + static_cast<std::ptrdiff_t>(chosen));
-    std::memcpy(copy.to, copy.from, copy.bytes);
-}
-inline void start_copy_out(void* to, const void* from, uint32_t bytes, const char* name, Where where) {
-    const uint8_t* source = shared_pointer(shared_address(from, where), bytes, 16, name, where);
-    if ((reinterpret_cast<uintptr_t>(to) | bytes) % 16 != 0)
-        fail(format("%s: %u bytes to %p, not multiples of 16", name, bytes, to), where);
-    current->copies_out.push_back({thread->number, static_cast<uint8_t*>(to), source, bytes});
-}
-// Until this thread's copies have read their sources.
-inline void wait_for_copies_out() {
-    for (size_t i = current->copies_out.size(); i-- > 0;)
-        if (current->copies_out[i].thread == thread->number) deliver_copy_out(*current, i);
-}
-
 } // namespace cta

@@ -61,6 +61,10 @@ inline uint2 load_cached_8(const void* p, Where where = Where::here()) {
 inline uint32_t load_cached_4(const void* p, Where where = Where::here()) {
     return load_global<uint32_t>(p, "load_cached_4", where);
 }
+inline void store_global_16(void* p, const uint4& v, Where where = Where::here()) {
+    if (reinterpret_cast<uintptr_t>(p) % 16 != 0) cta::fail("store_global_16: an address is a multiple of 16", where);
+    std::memcpy(p, &v, sizeof v);
+}
 inline float4 load_l2_f4(const float* p, Where where = Where::here()) { return load_global<float4>(p, "load_l2_f4", where); }
 inline float2 load_l2_f2(const float* p, Where where = Where::here()) { return load_global<float2>(p, "load_l2_f2", where); }
 
@@ -86,11 +90,6 @@ inline void stage_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t, 
     for (uint32_t at = 16 * (threadIdx.x % 32); at < bytes; at += 512)
         cta::start_lane_copy(to + at, static_cast<const uint8_t*>(from) + at, 16, where);
 }
-inline void stage_lane_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t, Where where = Where::here()) {
-    cta::thread->stage_calls++;
-    for (uint32_t at = 0; at < bytes; at += 16)
-        cta::start_lane_copy(to + at, static_cast<const uint8_t*>(from) + at, 16, where);
-}
 inline void stage_end(uint32_t full, Where where = Where::here()) {
     cta::thread->stage_calls++;
     cta::arrive_after_lane_copies(full, where);
@@ -108,28 +107,17 @@ inline void stage_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t f
     cta::thread->stage_calls++;
     if (threadIdx.x % 32 == 0) cta::start_bulk_copy(to, from, bytes, full, where);
 }
-inline void stage_lane_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t full, Where where = Where::here()) {
-    cta::thread->stage_calls++;
-    cta::start_bulk_copy(to, from, bytes, full, where);
-}
 inline void stage_end(uint32_t) { cta::thread->stage_calls++; }
 #endif
 inline uint64_t evict_first_policy() { return 0; }
 inline uint64_t evict_last_policy() { return 0; }
 
-#if defined(TAILPACK_NO_BULK_COPY)
-inline void lane_copy_out(void* to, const void* from, uint32_t bytes, Where where = Where::here()) {
-    if (bytes == 0) return;
-    cta::start_copy_out(to, from, bytes, "lane_copy_out", where);
-    cta::wait_for_copies_out();
+inline void lane_copy_16(uint32_t to, const void* from, Where where = Where::here()) {
+    cta::start_lane_copy(to, from, 16, where);
 }
-inline void lane_copy_out_wait() {}
-#else
-inline void lane_copy_out(void* to, const void* from, uint32_t bytes, Where where = Where::here()) {
-    if (bytes > 0) cta::start_copy_out(to, from, bytes, "lane_copy_out", where);
+inline void lane_copies_arrive(uint32_t barrier, Where where = Where::here()) {
+    cta::arrive_after_lane_copies(barrier, where);
 }
-inline void lane_copy_out_wait() { cta::wait_for_copies_out(); }
-#endif
 
 // ---- programmatic dependent launch: launches here run one after the other
 

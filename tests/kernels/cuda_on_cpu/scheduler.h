@@ -80,14 +80,6 @@ struct Copy {
     uint32_t barrier, bytes_signalled, arrivals_signalled;
 };
 
-// Reads shared memory at any time until its thread waits for that.
-struct CopyOut {
-    int thread;
-    uint8_t* to;
-    const uint8_t* from;
-    uint32_t bytes;
-};
-
 struct Cta {
     uint3 index;
     std::vector<Thread> threads;
@@ -100,7 +92,6 @@ struct Cta {
     std::unordered_map<uint32_t, Mbarrier> mbarriers;
     std::vector<Copy> copies;                    // on their way
     std::unordered_map<int, Copy> lane_copies;   // cp.async of threads that have not ended their stage
-    std::vector<CopyOut> copies_out;             // on their way
     uint8_t* shared;                             // the dynamic part
     std::vector<uint8_t> static_shared;          // the static part while another CTA runs
     std::string broken;                          // what a copy found wrong
@@ -154,7 +145,6 @@ inline std::string to_string(uint3 index) { return format("(%u, %u, %u)", index.
 // ---- turns
 
 inline void deliver_copy(Cta& c); // mbarrier.h
-inline void deliver_copy_out(Cta& c, size_t chosen);
 
 inline void make_ready(Cta& c, int warp, uint32_t lanes) {
     if (lanes == 0) return;
@@ -175,8 +165,6 @@ inline int random_bit(uint32_t bits) {
 // The thread whose turn is next, taken off the ready ones; null: none can run, and no copy is on its way.
 inline Thread* pick(Cta& c) {
     if (!c.copies.empty() && shuffles() && random_below(32) == 0) deliver_copy(c);
-    if (!c.copies_out.empty() && shuffles() && random_below(32) == 0)
-        deliver_copy_out(c, random_below(static_cast<uint32_t>(c.copies_out.size())));
     while (c.ready_warps == 0) {
         if (c.copies.empty()) return nullptr;
         deliver_copy(c);

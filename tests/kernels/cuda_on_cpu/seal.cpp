@@ -22,9 +22,9 @@ extern "C" int64_t shared_bytes() { return static_cast<int64_t>(kSharedBytes); }
 
 // Codes of chunks of 8 rotated unit coordinates, f32 [32 chunks][8], one chunk a lane; nibble words u32 [32].
 extern "C" void quantise(int64_t bits, const float* coordinates, uint32_t* words) {
-    cta::launch(1, 32, sizeof(GridTables), [=] {
+    cta::launch(1, 32, sizeof(RowTables), [=] {
         TAILPACK_DYNAMIC_SHARED(shared);
-        GridTables& tables = *reinterpret_cast<GridTables*>(shared);
+        RowTables& tables = *reinterpret_cast<RowTables*>(shared);
         const int lane = static_cast<int>(threadIdx.x);
         tables.fill<TAILPACK_WIDTH>(lane, 32);
         __syncwarp();
