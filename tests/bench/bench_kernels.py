@@ -37,7 +37,7 @@ from typing import Any, TextIO
 
 import torch
 
-from tests.bench import kernel_cases
+from tests.bench import kernel_cases, kernel_pages, kernel_prefill
 from tests.bench.kernel_cases import Case
 from tests.bench.kernel_checks import run_case
 from tests.bench.kernel_performance import Machine, measure_decode, measure_fixed
@@ -90,12 +90,27 @@ def entries(device: torch.device, machine: Machine | None) -> list[Entry]:
         for case in cases
     ]
     for timed in kernel_cases.performance():
+        run: Callable[[], dict[str, Any]]
         if machine is None:
             run = partial(run_case, shrink(timed.case), device)
         else:
             run = partial(measure_fixed if timed.case.name == "decode-fixed" else measure_decode, timed, machine)
         found.append(Entry(timed.case.name, "performance", run))
+    for chunk in kernel_prefill.cases():
+        if machine is None:
+            run = partial(kernel_prefill.run, kernel_prefill.for_cpu(chunk), device)
+        else:
+            run = partial(kernel_prefill.measure, chunk, machine)
+        found.append(Entry(chunk.name, "performance", run))
+    for pages in kernel_pages.cases():
+        for verb, measure in (("seal", kernel_pages.measure_seal), ("restore", kernel_pages.measure_restore)):
+            run = partial(measure, pages, machine) if machine else _needs_a_gpu
+            found.append(Entry(f"{verb}-{pages.name}", "performance", run))
     return found
+
+
+def _needs_a_gpu() -> dict[str, Any]:
+    return {"ok": True, "skipped": "the reference is what this is compared with"}
 
 
 def small_entries(device: torch.device) -> list[Entry]:

@@ -80,7 +80,7 @@ def unpacked(pages: Pages, page_ids: Tensor) -> Tensor:
     return rows.view(len(page_ids), heads, planes.rows, codec.dim).transpose(1, 2).flatten(0, 1)
 
 
-def _pack(codec: RowCodec, rows: Tensor) -> PackedRows:
+def pack_rows(codec: RowCodec, rows: Tensor) -> PackedRows:
     """Records of rows [n, dim]."""
     if rows.is_cuda and codec.rotated:
         packed = turboquant_cuda.pack(rows, int(codec.name[2:]), checked=True)
@@ -187,7 +187,7 @@ def _write(pages: Pages, page_ids: Tensor, rows: Tensor) -> None:
     planes, codec = pages
     head_major = by_page.transpose(1, 2).reshape(-1, codec.dim)
     shape = (len(page_ids), rows.shape[1], PAGE, -1)
-    write_records(page_ids, planes, PackedRows(*(plane.view(shape) for plane in _pack(codec, head_major))))
+    write_records(page_ids, planes, PackedRows(*(plane.view(shape) for plane in pack_rows(codec, head_major))))
 
 
 def _tails(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tail | None, Tensor]:

@@ -44,6 +44,10 @@ SMALL = [
     "graph",
     "decode-long",
     "decode-mqa512",
+    "prefill-32k",
+    "prefill-window",
+    "prefill-d256-softcap",
+    "prefill-d512-shared",
 ]
 
 
@@ -55,7 +59,7 @@ def test_a_case_of_each_kind_passes_on_the_reference(tmp_path: Path, capsys: pyt
     first, *lines = map(json.loads, file.read_text().splitlines())
     assert first["seed"] >= 0 and str(first["seed"]) in out
     assert [line["case"] for line in lines] == sorted(SMALL, key=[line["case"] for line in lines].index)
-    assert all(line["ok"] and line["error"] < 3e-3 for line in lines)
+    assert all(line["ok"] and line["error"] < 6e-3 for line in lines)
     assert f"{len(SMALL)} passed, 0 failed" in out
 
 
@@ -64,7 +68,7 @@ def test_every_case_is_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
     names = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert len(names) == len(set(names)) > 100
     issue = ("decode-long", "decode-mid", "decode-one", "decode-d64", "decode-d256", "decode-mqa512", "decode-fixed")
-    assert set(issue) <= set(names)
+    assert {*issue, "seal-d128", "restore-d128"} <= set(names)
     corners = [case for case in kernel_cases.corners() if "queries-" not in case.name]
     assert {n for case in corners for n in case.lengths} >= {1, 17, 127, 128, 129, 16385, 100_000}
     assert {case.group for case in kernel_cases.corners()} >= {1, 2, 4, 7, 8, 64}
