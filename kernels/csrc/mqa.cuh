@@ -1,25 +1,32 @@
 // Decode attention of many query heads over one kv head whose rows are keys and values at once, on Hopper's warpgroup
 // tensor cores (wgmma.cuh). Width 512, rows packed at 4 bits in canonical order (page layout 1), tails dense.
 //
-// With 64 query vectors a row of 256 bytes takes 131,072 operations, so the tensor cores are the limit. A work item is one
-// item of the plan for one kv head and one block of up to 64 vectors. A CTA of three warpgroups takes work off a queue:
+// With 64 query vectors a row of 260 bytes takes 131,072 operations, so the tensor cores are the limit. A work item is
+// one item of the plan, for one kv head and one block of up to 64 vectors. A CTA of three warpgroups takes work off a
+// queue; a *tile* is 64 rows, and a page is a pair of them:
 //
-//   producer     decodes rows to bf16 (2 T - 1, exact; the scale is left to the scores) into two tiles of 64 rows x 512 in
-//                shared memory, each in two halves of 256 dims that are handed over apart
-//   consumers    side s (0, 1) computes the scores of tile s, 64 vectors x 64 rows over all 512 dims, and their weights
-//                p = 2^(x - reference); both sides add the weighted rows of both tiles, side s to dims [256 s, 256 s + 256)
+//   producer     decodes rows to fp16 (2 T - 1, exact; a row's scale is left to the weights) into two tiles of 64 rows x
+//                512 in shared memory, each in two halves of 256 dims that are handed over apart. Rows of a tail are
+//                copied as they are, and multiplied in their own type.
+//   consumers    side s (0, 1) computes the scores of tile s, 64 vectors x 64 rows over all 512 dims, and their weights,
+//                p = 2^(x - reference) times the row's scale; both sides add the weighted rows of both tiles, side s to
+//                dims [256 s, 256 s + 256) of the output, which stays in their registers (64 x 256 f32).
 //
-// So a product of scores is done once, and each side hands its weights to the other through shared memory. Tiles are added
-// in their order by both sides. What side 1 has to compute while side 0 waits for weights, and the other way round, keeps
-// the tensor cores busy. The first row of scores of an item sets a vector's reference; it is raised, and what was summed is
-// scaled down, only when a score exceeds it by kHeadroom, as floats lose nothing by a common factor.
+// So scores are computed once, and each side hands its weights to the other through shared memory. Both add tiles in
+// their order. While side 0 works out weights, the scores of tile 1 are under way; while side 1 does, it has tile 0 to
+// add: the tensor cores have work at all times.
+//
+// Weights are fp16. So a vector's reference is the largest exponent of a *weight*, log2 of p times the scale, in the
+// first tile that it sees; what is lost below fp16's range is small against the largest summand of the output, whatever
+// the rows' norms. The reference is raised, and what was summed is scaled down, only when a later tile exceeds it by
+// `headroom`, which is rare.
 //
 // Barriers (mbarriers; "round" counts pairs of tiles, over all work of the CTA):
-//   full[tile][half]    producer: decoded, and with half 0 the tile's scales      waited for by the readers
-//   empty[tile][half]   side `half`: has added it. The scores of the tile are done by then: their weights were published
-//   weights[side]       side: its weights and references are written              waited for by the other side
-//   queries_full        the bulk copy of the item's queries                       queries_empty: both sides' last scores
-//   sums                side 1: its sums are written, at an item's end            waited for by side 0
+//   full[tile][half]    producer: decoded, and with half 0 the tile's scales. Both sides wait for it.
+//   empty[tile][half]   side `half`: added. The tile's scores are done by then, for its weights were there.
+//   weights[side]       side: its weights and references are written. The other side waits for it.
+//   queries_full        the bulk copy of the block's queries;   queries_empty: both sides have an item's last scores
+//   sums                side 1: its sums of p, at an item's end. Side 0 waits for it.
 //   work_full, work_empty[slot]   the next work item, found by the producer's first warp
 // A warp arrives by one lane behind __syncwarp: the other lanes' accesses come before it, and what the tensor cores read
 // has ended by wgmma_wait. Weights and references need no "empty": side 0's are read before side 1 frees (0, 1), and
@@ -80,8 +87,8 @@ __device__ __forceinline__ void correct(float (&out)[128], const float (&correct
     }
 }
 
-// The tile's products to weights, two 16-bit values a register: weights[2 i + v] for vector v of the thread, rows 8 i + 2 t,
-// + 1. offset: of the tile in the item. Returns in `correction` what older sums must be multiplied with.
+// The tile's products to weights, two 16-bit values a register: weights[2 i + v] for vector v of the thread, rows
+// 8 i + 2 t, + 1. offset: of the tile in the item. Returns in `correction` what older sums must be multiplied with.
 template <typename Half, bool SOFTCAP>
 __device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, uint32_t n, float (&scores)[32],
                                       uint32_t scales, const Visible& to_all, int offset, Softmax& state,
@@ -159,9 +166,10 @@ __device__ __forceinline__ void publish_weights(uint32_t shared, const uint32_t 
 }
 // Wait for the other side's weights, and take over its references.
 template <int SIDE>
-__device__ __forceinline__ void take_references(uint32_t shared, uint32_t round, Softmax& state, float (&correction)[2]) {
+__device__ __forceinline__ void take_references(uint32_t shared, uint32_t round, Softmax& state, float (&correction)[2],
+                                                MqaTimes& times) {
     const uint32_t row = 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;
-    mbarrier_wait(shared + mqa_shared::kWeightsFull + 8 * SIDE, round & 1);
+    times.time<kMqaWeightWait>([&] { mbarrier_wait(shared + mqa_shared::kWeightsFull + 8 * SIDE, round & 1); });
     const uint32_t from = shared + mqa_shared::kReferences + SIDE * 4 * kMqaVectors + 4 * row;
     const float reference[2] = {__uint_as_float(load_shared_4(from)), __uint_as_float(load_shared_4(from + 32))};
     move_references(state, reference, correction);
@@ -169,16 +177,16 @@ __device__ __forceinline__ void take_references(uint32_t shared, uint32_t round,
 
 // scores = queries * tile^T, left under way as one group.
 template <typename Half>
-__device__ __forceinline__ void start_scores(float (&scores)[32], uint32_t shared, int tile, uint32_t round) {
+__device__ __forceinline__ void start_scores(float (&scores)[32], uint32_t shared, int tile, uint32_t round, MqaTimes& times) {
     const uint64_t queries = operand_along_rows(shared + mqa_shared::kQueries);
     const uint64_t rows = operand_along_rows(half_address(shared, tile, 0));
-    mbarrier_wait(full_barrier(shared, tile, 0), round & 1);
+    times.time<kMqaRowWait>([&] { mbarrier_wait(full_barrier(shared, tile, 0), round & 1); });
     hold(scores);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kMqaWidth / 16; step++) {
         if (step == kMqaWidth / 32) {
-            mbarrier_wait(full_barrier(shared, tile, 1), round & 1);
+            times.time<kMqaRowWait>([&] { mbarrier_wait(full_barrier(shared, tile, 1), round & 1); });
             wgmma_fence();
         }
         const uint64_t at = static_cast<uint64_t>(step / 4) * (mqa_shared::kSlab / 16) + static_cast<uint64_t>(step % 4) * 2;
@@ -186,8 +194,8 @@ __device__ __forceinline__ void start_scores(float (&scores)[32], uint32_t share
     }
     wgmma_commit();
 }
-// out += weights * half a tile, left under way as one group: weights of this side from its registers, others from shared
-// memory.
+// out += weights * half a tile, left under way as one group: this side's weights from its registers, the other's from
+// shared memory.
 template <int SIDE, typename Half>
 __device__ __forceinline__ void start_own(float (&out)[128], const uint32_t (&weights)[16], uint32_t shared) {
     const uint64_t rows = operand_across_rows(half_address(shared, SIDE, SIDE), mqa_shared::kSlab);
@@ -249,11 +257,27 @@ __device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t s
     }
 }
 
+// A variant for finding errors (TAILPACK_MQA_DUMP): CTA 0 leaves what it had in its first round at args.profile.
+//   [0] tile 0 of fp16   [65,536] the queries' image   [131,328] scales and log2 of tile 0   [131,840] scores f32 [64][64]
+//   of tile 0, products only   [148,224] weights of side 0, a slab of fp16   [156,416] references of side 0, f32
 #if defined(TAILPACK_MQA_DUMP)
-#include "mqa_dump.cuh"
-#else
-template <int SIDE> __device__ __forceinline__ void dump_tile(const DecodeArgs&, uint32_t, uint32_t, const float (&)[32]) {}
-template <int SIDE> __device__ __forceinline__ void dump_weights(const DecodeArgs&, uint32_t, uint32_t) {}
+__device__ __forceinline__ void dump_bytes(const DecodeArgs& args, uint32_t to, uint32_t from, uint32_t bytes) {
+    for (uint32_t at = 4 * (threadIdx.x % 128); at < bytes; at += 512)
+        *reinterpret_cast<uint32_t*>(reinterpret_cast<uint8_t*>(args.profile) + to + at) = load_shared_4(from + at);
+}
+__device__ inline void dump_scores(const DecodeArgs& args, uint32_t shared, const float (&scores)[32]) {
+    dump_bytes(args, 0, shared + mqa_shared::kTiles, mqa_shared::kTile);
+    dump_bytes(args, 65536, shared + mqa_shared::kQueries, kQueryImageBytes);
+    dump_bytes(args, 131328, shared + mqa_shared::kScales, 8 * kTileRows);
+    float* to = reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(args.profile) + 131840) + 64 * own_row() + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < 32; i++) to[i / 2 % 2 * 8 * 64 + i / 4 * 8 + i % 2] = scores[i];
+}
+__device__ inline void dump_weights(const DecodeArgs& args, uint32_t shared) {
+    mbarrier_wait(shared + mqa_shared::kWeightsFull, 0); // of all four warps
+    dump_bytes(args, 148224, shared + mqa_shared::kWeights, mqa_shared::kSlab);
+    dump_bytes(args, 156416, shared + mqa_shared::kReferences, 4 * kMqaVectors);
+}
 #endif
 
 // Which round and which work item a consumer is at, in one register.
@@ -266,7 +290,7 @@ struct Clock {
 };
 
 template <int SIDE, typename Half, bool SOFTCAP>
-__device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t shared, Clock& clock) {
+__device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t shared, Clock& clock, MqaTimes& times) {
     const MqaWork work = read_work(shared, clock.work());
     const int num_rows = work.rows;
     const Visible to_all = visible_to_all(args, work);
@@ -283,27 +307,33 @@ __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t sh
                      {0.0f, 0.0f}};
     for (int first = 0; first < num_rows; first += kPairRows, clock.end_round()) {
         const bool last = first + kPairRows >= num_rows;
-        start_scores<Half>(scores, shared, SIDE, clock.round());
+        start_scores<Half>(scores, shared, SIDE, clock.round(), times);
         if constexpr (SIDE == 0) {
-            wgmma_wait<0>();
+            times.time<kMqaScoreWait>([] { wgmma_wait<0>(); });
             hold(scores);
             if (last) arrive_as_warp(shared + mqa_shared::kQueriesEmpty);
-            dump_tile<SIDE>(args, shared, clock.round(), scores);
+#if defined(TAILPACK_MQA_DUMP)
+            const bool dumps = blockIdx.x == 0 && clock.work() == 0 && first == 0;
+            if (dumps) dump_scores(args, shared, scores);
+#endif
             weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, to_all, first, state, correction, weights);
             publish_weights<SIDE>(shared, weights, state);
-            dump_weights<SIDE>(args, shared, clock.round());
+#if defined(TAILPACK_MQA_DUMP)
+            if (dumps) dump_weights(args, shared);
+#endif
             correct(out, correction);
             start_own<SIDE, Half>(out, weights, shared);
-            take_references<1>(shared, clock.round(), state, correction);
-            wgmma_wait<0>();
+            take_references<1>(shared, clock.round(), state, correction, times);
+            times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
             arrive_as_warp(empty_barrier(shared, 0, 0));
             correct(out, correction);
             start_other<SIDE, Half>(out, shared, clock.round());
-            wgmma_wait<0>();
+            times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
             arrive_as_warp(empty_barrier(shared, 1, 0));
         } else {
-            take_references<0>(shared, clock.round(), state, correction);
-            wgmma_wait<0>(); // the compiler serialises products if `out` is touched while scores are under way
+            take_references<0>(shared, clock.round(), state, correction, times);
+            // Before `out` is touched: the compiler serialises all products otherwise.
+            times.time<kMqaScoreWait>([] { wgmma_wait<0>(); });
             hold(scores);
             if (last) arrive_as_warp(shared + mqa_shared::kQueriesEmpty);
             correct(out, correction);
@@ -312,11 +342,11 @@ __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t sh
             hold(scores);
             weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, to_all, first + kTileRows, state, correction, weights);
             publish_weights<SIDE>(shared, weights, state);
-            wgmma_wait<0>();
+            times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
             arrive_as_warp(empty_barrier(shared, 0, 1));
             correct(out, correction);
             start_own<SIDE, Half>(out, weights, shared);
-            wgmma_wait<0>();
+            times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
             arrive_as_warp(empty_barrier(shared, 1, 1));
         }
     }
@@ -328,11 +358,21 @@ template <typename T> constexpr bool kIsHalf = false;
 template <> constexpr bool kIsHalf<__half> = true;
 
 template <int SIDE, typename T, bool SOFTCAP> __device__ __forceinline__ void consume(const DecodeArgs& args, uint32_t shared) {
-    for (Clock clock = {};; clock.end_work()) {
+    MqaTimes times;
+    Clock clock = {};
+    for (;; clock.end_work()) {
         const int kind = read_work(shared, clock.work()).kind;
-        if (kind < 0) return;
-        if (kIsHalf<T> || kind == kPackedPages) consume_work<SIDE, __half, SOFTCAP>(args, shared, clock);
-        else consume_work<SIDE, T, SOFTCAP>(args, shared, clock);
+        if (kind < 0) break;
+        if (kIsHalf<T> || kind == kPackedPages) consume_work<SIDE, __half, SOFTCAP>(args, shared, clock, times);
+        else consume_work<SIDE, T, SOFTCAP>(args, shared, clock, times);
+    }
+    if constexpr (TAILPACK_PROFILE && SIDE == 0) {
+        write_profile<kMqaRowWait>(args, times.ns[kMqaRowWait]);
+        write_profile<kMqaScoreWait>(args, times.ns[kMqaScoreWait]);
+        write_profile<kMqaWeightWait>(args, times.ns[kMqaWeightWait]);
+        write_profile<kMqaOutWait>(args, times.ns[kMqaOutWait]);
+        write_profile<kMqaEnd>(args, global_nanoseconds());
+        write_profile<kMqaItems>(args, clock.work());
     }
 }
 
@@ -341,6 +381,8 @@ template <int SIDE, typename T, bool SOFTCAP> __device__ __forceinline__ void co
 template <typename T, bool SOFTCAP> __device__ __forceinline__ void attend_mqa(const DecodeArgs& args, const uint8_t* memory) {
     const uint32_t shared = (shared_address(memory) + 1023) / 1024 * 1024;
     launch_dependents();
+    if constexpr (TAILPACK_PROFILE)
+        if (threadIdx.x == 0) write_profile<kMqaStart>(args, global_nanoseconds());
     if (threadIdx.x == 0) {
         using namespace mqa_shared;
         for (uint32_t i = 0; i < 4; i++) {

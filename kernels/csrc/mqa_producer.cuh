@@ -77,7 +77,8 @@ __device__ __forceinline__ void prefetch_page(const DecodeArgs& args, const uint
 }
 
 // Codes are loaded a tile ahead of the decoding. Behind publish_half: its fence would wait for them.
-__device__ __forceinline__ void produce_packed(const DecodeArgs& args, const MqaWork& work, uint32_t shared, uint32_t& round) {
+__device__ __forceinline__ void produce_packed(const DecodeArgs& args, const MqaWork& work, uint32_t shared, uint32_t& round,
+                                               MqaTimes& times) {
     constexpr int kRowBytes = kMqaWidth / 2;
     constexpr float kHalfStep = 0.5f * Grid<kMqaWidth, 4>::step();
     const uint32_t thread = threadIdx.x % 128, row = 16 * (thread / 32) + thread % 8, column = thread % 32 / 8;
@@ -112,7 +113,7 @@ __device__ __forceinline__ void produce_packed(const DecodeArgs& args, const Mqa
             const uint8_t* const source = tile == 0 ? page + kTileRows * kRowBytes : page_of(next);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                mbarrier_wait(empty_barrier(shared, tile, half), (round & 1) ^ 1);
+                times.time<kMqaTileWait>([&] { mbarrier_wait(empty_barrier(shared, tile, half), (round & 1) ^ 1); });
                 store_decoded(codes[half], half_address(shared, tile, half), chunk);
                 if (half == 0) store_scale(shared, tile, scale * kHalfStep);
                 publish_half(shared, tile, half);
@@ -163,6 +164,7 @@ __device__ __forceinline__ void produce(const DecodeArgs& args, uint32_t shared)
     const int ctas = static_cast<int>(gridDim.x);
     int number = static_cast<int>(blockIdx.x);
     uint32_t round = 0;
+    MqaTimes times;
     for (uint32_t n = 0;; n++) {
         int next = 0;
         if (finds_work) {
@@ -178,7 +180,7 @@ __device__ __forceinline__ void produce(const DecodeArgs& args, uint32_t shared)
         }
         const MqaWork work = read_work(shared, n);
         release_work(shared, n);
-        if (work.kind < 0) return;
+        if (work.kind < 0) break;
         if (finds_work) {
             const int64_t pair = work.sequence * args.kv_heads + work.kv_head;
             const int64_t image = (pair * query_blocks(args) + work.block) * 2 + (work.kind == kPackedPages ? 0 : 1);
@@ -189,10 +191,11 @@ __device__ __forceinline__ void produce(const DecodeArgs& args, uint32_t shared)
                        evict_last_policy());
             stage_end(full);
         }
-        if (work.kind == kPackedPages) produce_packed(args, work, shared, round);
+        if (work.kind == kPackedPages) produce_packed(args, work, shared, round, times);
         else produce_rows(args, work, shared, round);
         if (finds_work) number = __shfl_sync(kAllLanes, next, 0);
     }
+    if constexpr (TAILPACK_PROFILE) write_profile<kMqaTileWait>(args, times.ns[kMqaTileWait]);
 }
 
 } // namespace tailpack

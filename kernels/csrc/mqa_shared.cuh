@@ -51,4 +51,33 @@ __device__ __forceinline__ void arrive_as_warp(uint32_t barrier) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
+// ---- the phase-timing variant: a row of args.profile for each CTA (kernels/phase_profile.py)
+
+enum MqaProfileSlot {
+    kMqaStart,      // mark
+    kMqaTileWait,   // the producer's first thread, sum of nanoseconds: no tile is free
+    kMqaRowWait,    // side 0's first thread: rows are not decoded yet
+    kMqaScoreWait,  //   scores are under way
+    kMqaWeightWait, //   side 1's weights are not there yet
+    kMqaOutWait,    //   weighted rows are under way
+    kMqaEnd,        // mark, of side 0
+    kMqaItems,      // work items
+    kMqaProfileSlots
+};
+struct MqaTimes {
+    uint32_t ns[kMqaProfileSlots] = {};
+    template <int SLOT, typename Wait> __device__ __forceinline__ void time(Wait wait) {
+        if constexpr (TAILPACK_PROFILE) {
+            const uint64_t begin = global_nanoseconds();
+            wait();
+            ns[SLOT] += static_cast<uint32_t>(global_nanoseconds() - begin);
+        } else {
+            wait();
+        }
+    }
+};
+template <int SLOT> __device__ __forceinline__ void write_profile(const DecodeArgs& args, uint64_t value) {
+    if (threadIdx.x % 128 == 0) args.profile[static_cast<int64_t>(blockIdx.x) * kMqaProfileSlots + SLOT] = value;
+}
+
 } // namespace tailpack

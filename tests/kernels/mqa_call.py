@@ -1,7 +1,7 @@
 """One call of the kernels in csrc/decode_mqa.cu on random rows, on any device, and what it should give, in float64.
 
-Whatever no query may see is poison: unused pages and ring rows are NaN, page-table entries below the window lie outside the
-pool, outputs and workspaces start as NaN.
+Whatever no query may see is poison: unused pages and ring rows are NaN, page-table entries below the window lie outside
+the pool, outputs and workspaces start as NaN.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def cell_defines(row_type: str = "bf16", softcap: bool = False) -> dict[str, str
 
 
 class Call:
-    """Memory of one call and its arguments. `grid` gives the CTAs of the launches but for attend, which takes any number."""
+    """Memory of one call and its arguments. `grid`: CTAs of prepare and merge; attend takes any number."""
 
     def __init__(self, case: Case, device: torch.device | str = "cpu") -> None:
         self.case, self.device = case, torch.device(device)
@@ -184,7 +184,12 @@ class Call:
             setattr(args, name, getattr(self, name).data_ptr())
         args.profile = self.dump.data_ptr()
         args.max_packed_items, args.max_row_items = packed, rows
-        args.num_sequences, args.num_queries, args.kv_heads, args.group = batch, case.num_queries, case.kv_heads, case.group
+        args.num_sequences, args.num_queries, args.kv_heads, args.group = (
+            batch,
+            case.num_queries,
+            case.kv_heads,
+            case.group,
+        )
         args.window, args.sm_scale, args.softcap, args.minus_one = case.window, self.scale, case.softcap, 2**32 - 1
         return args
 
