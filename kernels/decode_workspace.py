@@ -18,6 +18,7 @@ from kernels.errors import ArgumentError
 
 ALIGNMENT = 128
 LONG_SPLIT, SHORT_SPLIT, SHORT_REGION, SHORT_SHARE = 16, 4, 16, 16  # pages, as csrc/plan.cuh cuts
+SHORT_CHUNK = 128  # tokens
 
 
 class DecodeLimits(NamedTuple):
@@ -29,8 +30,18 @@ class DecodeLimits(NamedTuple):
 
 def packed_splits(pages: int) -> int:
     """Items that so many packed pages of one sequence make at most."""
-    short = min(pages, max(SHORT_REGION, pages // SHORT_SHARE))
+    short = _short_pages(pages)
     return -(-short // SHORT_SPLIT) + -(-(pages - short) // LONG_SPLIT)
+
+
+def page_row_chunks(pages: int, page_chunk: int) -> int:
+    """Items that so many pages of one sequence make at most where they are read as rows."""
+    short = _short_pages(pages)
+    return -(-short * PAGE_TOKENS // SHORT_CHUNK) + -(-(pages - short) * PAGE_TOKENS // page_chunk)
+
+
+def _short_pages(pages: int) -> int:
+    return min(pages, max(SHORT_REGION, pages // SHORT_SHARE))
 
 
 class WorkspaceLayout(NamedTuple):
@@ -59,7 +70,7 @@ class WorkspaceLayout(NamedTuple):
         """For calls up to `limits` of a layer whose tails have `ring_rows` rows (0: no tail)."""
         ring_items = -(-ring_rows // ROW_CHUNK)
         packed = packed_splits(limits.pages) if launch.cuts_pages else 0
-        page_items = 0 if launch.cuts_pages else -(-limits.pages * PAGE_TOKENS // launch.page_chunk)
+        page_items = 0 if launch.cuts_pages else page_row_chunks(limits.pages, launch.page_chunk)
         max_packed, max_rows = limits.sequences * packed, limits.sequences * (page_items + ring_items)
         vectors = (max_packed + max_rows) * shape.kv_heads * shape.num_vectors
         sizes = (

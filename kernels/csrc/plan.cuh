@@ -5,7 +5,8 @@
 //   packed pages  [seen / 128, base / 128): the last ones, a sixteenth but at least 16, are cut into splits of up to 4
 //                 pages, from their start; the pages before them into splits of up to 16. All long splits come first in
 //                 the item list, all short ones last, so that the queue ends with small pieces of work.
-//   page rows     tokens [seen, base), from a page boundary on, in chunks of PAGE_CHUNK tokens (dense, fp8, shared rows)
+//   page rows     tokens [seen, base), from a page boundary on: the pages that would be cut short above in chunks of
+//                 kShortChunk tokens, those before them in chunks of PAGE_CHUNK (dense, fp8, shared rows)
 //   ring rows     tokens [max(seen, base), num_tokens) in chunks of kRowChunk, rows of the tail ring
 // A cell is of one of two kinds:
 //   PLAN_PACKED   packed items are listed; the tail's items are not: chunk c of sequence b has slot
@@ -26,6 +27,7 @@ constexpr int kLongPages = 16;         // pages of a long split
 constexpr int kShortPages = 4;         // pages of a short split
 constexpr int kShortRegion = 16;       // pages at a sequence's end that are cut short, at least
 constexpr int kShortShare = 16;        // and at least this part of those it has
+constexpr int kShortChunk = 128;       // tokens of a short chunk of page rows
 constexpr int kDirectSequences = 128;  // batches up to it are planned where the plan is needed
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -38,7 +40,8 @@ __host__ __device__ constexpr int div_up(int a, int b) { return (a + b - 1) / b;
 struct Cut {
     int32_t first_page, short_page, end_page; // long splits [first_page, short_page), short ones [short_page, end_page)
     int32_t num_long, num_short;
-    int32_t page_begin, page_end, num_page_rows; // tokens [begin, end) read as rows of pages, and their chunks
+    // Tokens read as rows of pages: long chunks of [page_begin, page_short), short ones of [page_short, page_end).
+    int32_t page_begin, page_short, page_end, num_long_rows, num_page_rows;
     int32_t ring_begin, ring_end, num_ring_rows; // tokens [begin, end) in the ring, and their chunks
 };
 
@@ -46,6 +49,9 @@ __device__ __forceinline__ int first_seen(const DecodeArgs& args, int num_tokens
     const int first = num_tokens - static_cast<int>(args.num_queries) - static_cast<int>(args.window) + 1;
     return args.window > 0 && first > 0 ? first : 0;
 }
+
+// Of so many pages of a sequence, those at its end that are cut short.
+__device__ __forceinline__ int short_pages(int pages) { return min(pages, max(kShortRegion, pages / kShortShare)); }
 
 template <PlanKind KIND, int PAGE_CHUNK> __device__ __forceinline__ Cut cut_sequence(const DecodeArgs& args, int b) {
     const int num_tokens = args.num_tokens[b];
@@ -55,14 +61,16 @@ template <PlanKind KIND, int PAGE_CHUNK> __device__ __forceinline__ Cut cut_sequ
     if constexpr (KIND == PLAN_PACKED) {
         cut.end_page = base / kPageTokens;
         cut.first_page = min(seen / kPageTokens, cut.end_page);
-        const int pages = cut.end_page - cut.first_page;
-        cut.short_page = cut.end_page - min(pages, max(kShortRegion, pages / kShortShare));
+        cut.short_page = cut.end_page - short_pages(cut.end_page - cut.first_page);
         cut.num_long = div_up(cut.short_page - cut.first_page, kLongPages);
         cut.num_short = div_up(cut.end_page - cut.short_page, kShortPages);
     } else {
         cut.page_end = base;
         cut.page_begin = min(seen / kPageTokens * kPageTokens, base);
-        cut.num_page_rows = div_up(cut.page_end - cut.page_begin, PAGE_CHUNK);
+        const int pages = div_up(cut.page_end - cut.page_begin, kPageTokens);
+        cut.page_short = min(cut.page_begin + (pages - short_pages(pages)) * kPageTokens, cut.page_end);
+        cut.num_long_rows = div_up(cut.page_short - cut.page_begin, PAGE_CHUNK);
+        cut.num_page_rows = cut.num_long_rows + div_up(cut.page_end - cut.page_short, kShortChunk);
     }
     cut.ring_begin = max(seen, base);
     cut.ring_end = num_tokens;
@@ -86,8 +94,12 @@ __device__ __forceinline__ Item ring_item(const Cut& cut, int b, int i) {
 }
 template <int PAGE_CHUNK> __device__ __forceinline__ Item row_item(const Cut& cut, int b, int i) {
     if (i >= cut.num_page_rows) return ring_item(cut, b, i - cut.num_page_rows);
-    const int first = cut.page_begin + i * PAGE_CHUNK;
-    return {b, first, min(PAGE_CHUNK, cut.page_end - first), kPageRows};
+    if (i < cut.num_long_rows) {
+        const int first = cut.page_begin + i * PAGE_CHUNK;
+        return {b, first, min(PAGE_CHUNK, cut.page_short - first), kPageRows};
+    }
+    const int first = cut.page_short + (i - cut.num_long_rows) * kShortChunk;
+    return {b, first, min(kShortChunk, cut.page_end - first), kPageRows};
 }
 
 // Ring chunks that a sequence can have at most: the stride of the tail's item slots in PLAN_PACKED cells.

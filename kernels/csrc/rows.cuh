@@ -8,7 +8,7 @@
 // of the second product by the same loads through transpose_8x8.
 //
 // A *round* is TILES tiles of the warp: scores of all of them, one softmax step, then the output, dims step by step, so
-// that no width needs more than a step's accumulators. Loads run kAhead pairs ahead of their use.
+// that no width needs more than a step's accumulators. Loads run kPairsAhead pairs ahead of their use.
 //
 // A *format* says what a row's bytes mean, a *source* where the rows of an item lie:
 //   DenseFormat<D, T>, Fp8Format<D>, TurboQuantFormat<D, BITS>;  RingRows<Format> (tails), PageRows<Format, CACHED>.

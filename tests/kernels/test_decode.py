@@ -19,7 +19,7 @@ from kernels.decode import Batch, DecodeLayer, DecodeOptions
 from kernels.decode_args import Counters, DecodeArgs, Item, Plan
 from kernels.decode_cells import DecodeShape, decode_cell
 from kernels.decode_memory import Tail
-from kernels.decode_workspace import DecodeLimits, new_workspace, packed_splits
+from kernels.decode_workspace import DecodeLimits, new_workspace, packed_splits, page_row_chunks
 from kernels.errors import ArgumentError, LayoutError, MixedWidthsError, UncompiledWidthError
 from tests.bench.kernel_cases import Case
 from tests.bench.kernel_inputs import Inputs, make
@@ -213,6 +213,8 @@ def test_splits_are_counted_as_the_device_cuts_them(pages: int) -> None:
     short = min(pages, max(16, pages // 16))
     cuts = [*range(0, pages - short, 16), *range(pages - short, pages, 4)]
     assert packed_splits(pages) == len(cuts)
+    chunks = [*range(0, 128 * (pages - short), 512), *range(128 * (pages - short), 128 * pages, 128)]
+    assert page_row_chunks(pages, 512) == len(chunks)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ ROWS = {
     "kShortPages": decode_workspace.SHORT_SPLIT,
     "kShortRegion": decode_workspace.SHORT_REGION,
     "kShortShare": decode_workspace.SHORT_SHARE,
+    "kShortChunk": decode_workspace.SHORT_CHUNK,
     **{
         f"row_shared_bytes({width}, {columns})": decode_launch.rows_shared_bytes(width, columns)
         for width in COMPILED_WIDTHS

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.attention import PackedRegion, Part, attend_dense, attend_packed, merge
 from kernels.cells import AttentionVariant, rows_cell
 from kernels.decode_args import Counters, DecodeArgs, Item, Plan
+from kernels.decode_workspace import page_row_chunks
 from kernels.page_codec import RegionRows, arena_planes, pack_pages, row_codec
 from kernels.page_layout import Region, page_layout
 from tests.kernels.emulator import Emulator, needs_compiler
@@ -38,7 +39,7 @@ class Case:
     source: str = "dense"
     width: int = 128
     row_type: str = "bf16"
-    lengths: tuple[int, ...] = (1, 17, 127, 128, 129, 300, 0, 700)
+    lengths: tuple[int, ...] = (1, 17, 127, 128, 129, 300, 0, 2500)
     tail_tokens: tuple[int, ...] = ()  # tokens that stay in the tail, a sequence, where the mode has tails
     kv_heads: int = 2
     group: int = 4
@@ -196,7 +197,7 @@ class Memory:
         args.page_table, args.table_stride = self.table.data_ptr(), self.table.stride(0)
         args.bases, args.num_tokens = self.base_tensor.data_ptr(), self.length_tensor.data_ptr()
 
-        rows = sum(n // 256 + 3 for n in case.lengths)
+        rows = sum(page_row_chunks(-(-n // PAGE), 512) + 1 for n in case.lengths)  # and one of the tail
         self.max_row_items = rows
         self.counters, self.plans, self.items = Counters(), (Plan * batch)(), (Item * rows)()
         self.counters.next_packed = 12345
