@@ -18,12 +18,15 @@ from torch import Tensor
 from kernels import loader
 from kernels.cells import PHASES
 from kernels.decode_args import DecodeArgs
+from kernels.decode_batch import Batch
 from kernels.decode_cells import DecodeShape, decode_cell
 from kernels.decode_launch import decode_launch
 from kernels.decode_memory import ALIGNMENT, ROW_TYPES, Pages, RegionFacts, Tail, region_facts, set_pages, set_tail
 from kernels.decode_tiling import PROFILE_SLOTS
 from kernels.decode_workspace import DecodeLimits, WorkspaceLayout, set_workspace
 from kernels.errors import ArgumentError
+
+__all__ = ["Batch", "DecodeLayer", "DecodeOptions"]
 
 
 class DecodeOptions(NamedTuple):
@@ -34,22 +37,6 @@ class DecodeOptions(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
-
-
-class Batch(NamedTuple):
-    """A step's sequences in one layer group; tensors on the GPU, int32, read when the kernels run.
-
-    page_table: [B, pages], from token 0 on, rows any stride apart; entries wholly below the window, or behind the base,
-        are not read.
-    bases: [B], tokens that lie in pages; multiples of 128 where there is a tail.
-    num_tokens: [B], the query tokens included; 0: padding, whose output is zeros.
-    tail_slots: [B]; None where there is no tail.
-    """
-
-    page_table: Tensor
-    bases: Tensor
-    num_tokens: Tensor
-    tail_slots: Tensor | None
 
 
 class DecodeLayer:
@@ -116,6 +103,7 @@ class DecodeLayer:
         )
         self._signature: tuple[object, ...] | None = None
         self._launches: tuple[loader.PreparedLaunch, ...] = ()
+        self._has_tail = tail is not None
         self._sized_for = 0
         self._index = k.device.index or 0
 
@@ -175,16 +163,14 @@ class DecodeLayer:
 
     def set_call(self, q: Tensor, batch: Batch, out: Tensor, lse: Tensor | None) -> None:
         """Check a call's tensors and point the arguments at them. Raises ArgumentError."""
-        table, bases, num_tokens, slots = batch
-        signature = (
-            *(q.shape, q.stride(), q.dtype, q.device, out.shape, out.stride(), out.dtype, out.device),
-            *(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (lse, *batch)),
-        )
-        arguments = self.arguments
+        signature = (q.shape, q.stride(), q.dtype, q.device, out.shape, out.stride(), out.dtype, out.device)
         if signature != self._signature:
-            self._check_call(q, batch, out, lse)
+            self._check_call(q, out)
             self._signature = signature
-        q_pointer, out_pointer = q.data_ptr(), out.data_ptr()
+        arguments = self.arguments
+        num_sequences = q.shape[0]
+        where = batch.check(num_sequences, self.limits.pages, self.device, self._has_tail)
+        q_pointer, out_pointer, lse_pointer = q.data_ptr(), out.data_ptr(), None
         if (q_pointer | out_pointer) % ALIGNMENT:
             raise _error(
                 "queries and outputs must begin at multiples of 16 bytes",
@@ -192,11 +178,13 @@ class DecodeLayer:
                 allowed=f"multiples of {ALIGNMENT}",
                 action="pass q.contiguous()",
             )
-        arguments.q, arguments.out = q_pointer, out_pointer
-        arguments.lse = None if lse is None else lse.data_ptr()
-        arguments.page_table, arguments.bases = table.data_ptr(), bases.data_ptr()
-        arguments.num_tokens = num_tokens.data_ptr()
-        arguments.tail_slots = None if slots is None else slots.data_ptr()
+        if lse is not None:
+            self._check_lse(lse, num_sequences)
+            lse_pointer = lse.data_ptr()
+        arguments.q, arguments.out, arguments.lse = q_pointer, out_pointer, lse_pointer
+        arguments.page_table, arguments.table_stride, arguments.bases, arguments.num_tokens, arguments.tail_slots = (
+            where
+        )
 
     def _size_grids(self, num_sequences: int) -> None:
         self.load()
@@ -236,8 +224,8 @@ class DecodeLayer:
         arguments.num_queries, arguments.window = self.shape.num_queries, options.window
         arguments.sm_scale, arguments.softcap, arguments.minus_one = options.sm_scale, options.softcap, 0xFFFFFFFF
 
-    def _check_call(self, q: Tensor, batch: Batch, out: Tensor, lse: Tensor | None) -> None:
-        """Everything about a call but addresses; sets strides and grids."""
+    def _check_call(self, q: Tensor, out: Tensor) -> None:
+        """Everything about queries and outputs but addresses; sets their strides."""
         shape, arguments, device = self.shape, self.arguments, self.device
         num_sequences = q.shape[0] if q.dim() else 0
         want = (num_sequences, shape.num_queries, shape.q_heads, shape.dim)
@@ -260,47 +248,20 @@ class DecodeLayer:
                 allowed=f"1 to {self.limits.sequences} sequences, after use_workspace",
                 action="make the layer with larger limits, or split the batch",
             )
-        self._check_batch(batch, num_sequences)
-        if lse is not None and (
-            (lse.dtype, lse.shape, lse.device) != (torch.float32, want[:3], device) or not lse.is_contiguous()
-        ):
-            raise _error(
-                "lse does not fit the queries",
-                given=f"{lse.dtype} {tuple(lse.shape)}, strides {lse.stride()}, on {lse.device}",
-                allowed=f"contiguous float32 {want[:3]} on {device}",
-                action="leave it out, or allocate it so",
-            )
         arguments.num_sequences = num_sequences
-        arguments.table_stride = batch.page_table.stride(0)
         arguments.q_batch_stride, arguments.q_token_stride, arguments.q_head_stride, _ = q.stride()
         arguments.out_batch_stride, arguments.out_token_stride, arguments.out_head_stride, _ = out.stride()
 
-    def _check_batch(self, batch: Batch, num_sequences: int) -> None:
-        table, bases, num_tokens, slots = batch
-        fits = table.dim() == 2 and table.shape[0] == num_sequences and 1 <= table.shape[1] <= self.limits.pages
-        if not fits or (table.dtype, table.device) != (torch.int32, self.device) or table.stride(1) != 1:
+    def _check_lse(self, lse: Tensor, num_sequences: int) -> None:
+        want = (num_sequences, self.shape.num_queries, self.shape.q_heads)
+        fits = lse.shape == want and lse.dtype == torch.float32 and lse.device == self.device
+        if not fits or not lse.is_contiguous():
             raise _error(
-                "the page table does not fit the batch",
-                given=f"{table.dtype} {tuple(table.shape)}, strides {table.stride()}, on {table.device}",
-                allowed=f"int32 [{num_sequences}, 1 to {self.limits.pages}] on {self.device}, rows contiguous",
-                action="pass one row a sequence; make the layer with larger limits for longer ones",
+                "lse does not fit the queries",
+                given=f"{lse.dtype} {tuple(lse.shape)}, strides {lse.stride()}, on {lse.device}",
+                allowed=f"contiguous float32 {want} on {self.device}",
+                action="leave it out, or allocate it so",
             )
-        if (slots is None) != (self.arguments.k_tail is None):
-            raise _error(
-                "tail slots and tails go together",
-                given=f"{'no ' if slots is None else ''}tail slots",
-                allowed="tail slots where the layer was made with a tail, and only there",
-                action="pass the group's own batch",
-            )
-        for name, x in (("bases", bases), ("num_tokens", num_tokens), ("tail_slots", slots)):
-            want = (torch.int32, (num_sequences,), self.device)
-            if x is not None and ((x.dtype, x.shape, x.device) != want or not x.is_contiguous()):
-                raise _error(
-                    f"{name} does not fit the batch",
-                    given=f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}, on {x.device}",
-                    allowed=f"contiguous int32 [{num_sequences}] on {self.device}",
-                    action="pass one number a sequence",
-                )
 
 
 def _current_stream(device_index: int) -> int:

@@ -44,7 +44,7 @@ def _mates(inputs: Inputs, engine: Engine) -> dict[str, Any]:
     orders = [[i] for i in range(count)] + [list(reversed(range(count))), [(i + 2) % count for i in range(count)]]
     for order in orders:
         at = torch.tensor(order, device=inputs.q.device)
-        batch = Batch(*(None if x is None else x[at] for x in inputs.batch))  # type: ignore[arg-type]
+        batch = Batch(*(None if x is None else x[at] for x in inputs.batch.tensors))  # type: ignore[arg-type]
         out = torch.full_like(inputs.out[at], float("nan"))
         lse = torch.full_like(inputs.lse[at], float("nan"))
         engine(inputs.q[at], batch, out, lse)

@@ -244,13 +244,13 @@ def test_a_call_that_does_not_fit_is_refused_before_anything_runs(monkeypatch: p
         ({"out": _misaligned(inputs.out)}, "begin at multiples of 16"),
         ({"lse": inputs.lse.double()}, "lse does not fit.*float64"),
         ({"lse": inputs.lse.transpose(1, 2)}, "lse does not fit"),
-        ({"batch": batch._replace(page_table=batch.page_table.long())}, "page table does not fit.*int64"),
-        ({"batch": batch._replace(page_table=batch.page_table[:2])}, "page table does not fit"),
-        ({"batch": batch._replace(page_table=batch.page_table.new_zeros(3, 51))}, "1 to 50"),
-        ({"batch": batch._replace(bases=batch.bases[:2])}, r"bases does not fit.*\(2,\)"),
-        ({"batch": batch._replace(num_tokens=batch.num_tokens.long())}, "num_tokens does not fit"),
-        ({"batch": batch._replace(tail_slots=None)}, "no tail slots"),
-        ({"batch": batch._replace(tail_slots=torch.zeros(6, dtype=torch.int32)[::2])}, "tail_slots does not fit"),
+        ({"batch": replace(batch, page_table=batch.page_table.long())}, "page table does not fit.*int64"),
+        ({"batch": replace(batch, page_table=batch.page_table[:2])}, "page table does not fit"),
+        ({"batch": replace(batch, page_table=batch.page_table.new_zeros(3, 51))}, "1 to 50"),
+        ({"batch": replace(batch, bases=batch.bases[:2])}, r"bases does not fit.*\(2,\)"),
+        ({"batch": replace(batch, num_tokens=batch.num_tokens.long())}, "num_tokens does not fit"),
+        ({"batch": replace(batch, tail_slots=None)}, "no tail slots"),
+        ({"batch": replace(batch, tail_slots=torch.zeros(6, dtype=torch.int32)[::2])}, "tail_slots does not fit"),
     ]
     for change, named in bad:
         with pytest.raises(ArgumentError, match=named):
@@ -356,7 +356,7 @@ def test_a_call_is_three_launches_sized_for_its_batch(launched: type[Launched], 
     inputs = make(case, CPU)
     layer = make_layer(inputs)
     assert layer(inputs.q, inputs.batch, out=inputs.out, lse=inputs.lse) is inputs.out
-    few = Batch(*(None if x is None else x[:1] for x in inputs.batch))  # type: ignore[arg-type]
+    few = Batch(*(None if x is None else x[:1] for x in inputs.batch.tensors))  # type: ignore[arg-type]
     layer(inputs.q[:1], few, out=inputs.out[:1])
     kernels = [entry[0] for entry in launched.log]
     assert kernels == [*layer.cell.kernels, *layer.cell.kernels]

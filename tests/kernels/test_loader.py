@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from kernels import compiler, cubins, loader
 from kernels.cells import ARCHES, Cell, codec_cell
 from kernels.compiler import SOURCE_DIR, CompileError, ToolchainError, cell_key
 from kernels.cubins import build, cubin_path, default_folder, ensure_cubin
+from tests.kernels.emulator import needs_compiler
 
 CELL = codec_cell(64, 2, "bf16")
 
@@ -122,6 +125,29 @@ def test_a_cell_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     assert "no_such_type" in bad.error
     assert bad.path is None
     assert good.compiled
+
+
+@needs_compiler
+def test_a_prepared_launch_asks_the_driver_for_what_it_was_given(tmp_path: Path) -> None:
+    source = Path(__file__).parent / "fake_driver.cpp"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True, timeout=60)
+    log = tmp_path / "launches.jsonl"
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "TAILPACK_LAUNCHES": str(log)}
+    command = [sys.executable, "-m", "tests.kernels.fake_launches"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert "refuses to launch bad" in told["refused"] and "INVALID_CONTEXT" in told["refused"]
+    assert told["call_us"] > 0
+    wide, narrow, prepare, *call = map(json.loads, log.read_text().splitlines())
+    overlap = [[6, 1]]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    shape = {"function": 2000, "threads": 320, "shared": 90_000, "attributes": overlap, "extra": 0}
+    assert wide == {**shape, "grid": [264, 1, 1], "stream": 5, "first": 77}
+    assert narrow == {**shape, "grid": [3, 2, 1], "stream": 6, "first": 78}  # arguments are read at the launch
+    assert (prepare["function"], prepare["grid"], prepare["attributes"], prepare["shared"]) == (1000, [1, 1, 1], [], 0)
+    assert [entry["function"] for entry in call] == [1000, 2000, 3000]
+    assert [entry["attributes"] for entry in call] == [[], overlap, overlap]
+    assert {entry["stream"] for entry in call} == {7}
 
 
 def test_missing_headers_say_where_was_looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""The typed call and the kernels together: what DecodeLayer gives them leads the CUDA sources, run on a CPU lane by
+lane, to the float64 answer. Cases and checks are the benchmark's own, at tiny sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cells import PHASES, Cell
+from kernels.decode import Batch, DecodeLayer
+from kernels.decode_workspace import DecodeLimits, new_workspace
+from tests.bench import kernel_checks
+from tests.bench.kernel_cases import Case
+from tests.bench.kernel_inputs import Inputs
+from tests.kernels.emulator import Emulator, needs_compiler
+
+pytestmark = needs_compiler
+
+CPU = torch.device("cpu")
+SMS = 2
+TQ4 = Case("tq4", "tq4", 64, (300, 0, 130), kv_heads=1, group=3)
+CASES = {
+    "packed": TQ4,
+    "packed, eight vectors in two passes, strided": replace(TQ4, group=7, queries=2, strided=True, lengths=(300, 2)),
+    "packed, window, no tail": replace(TQ4, window=150, kept=None, lengths=(384, 128)),
+    "packed, sinks, mates": replace(TQ4, sinks="inf", lengths=(290, 5), checks=("mates",)),
+    "packed, softcap": replace(TQ4, softcap=3.0, lengths=(290,)),
+    "dense": replace(TQ4, mode="dense", kept=None, lengths=(150, 0, 9)),
+    "dense, tail, window": replace(TQ4, mode="dense", window=160, queries=2, lengths=(300, 17)),
+    "fp8": replace(TQ4, mode="fp8", dtype="f16", lengths=(290, 9)),
+    "shared, many heads": replace(TQ4, dim=512, shared=True, group=17, lengths=(140, 1)),
+    "shared rows": replace(TQ4, dim=128, shared=True, group=5, lengths=(290, 3)),
+}
+
+
+class Emulated:
+    """The engine of kernel_checks: a layer's three launches on the emulator."""
+
+    def __init__(self, inputs: Inputs, folder: Path, built: dict[Cell, Emulator]) -> None:
+        case = inputs.case
+        self.layer = DecodeLayer(
+            keys=inputs.keys,
+            values=inputs.values,
+            tail=inputs.tail,
+            q_heads=case.kv_heads * case.group,
+            dtype=inputs.dtype,
+            options=inputs.options,
+            limits=DecodeLimits(len(case.lengths), inputs.batch.page_table.shape[1]),
+            num_queries=case.queries,
+            arch="sm_90a",
+        )
+        self.workspace = new_workspace(self.layer.workspace_bytes, CPU)
+        self.workspace.fill_(0xFF)
+        self.layer.use_workspace(self.workspace)
+        cell = self.layer.cell
+        if cell not in built:
+            defines = [f"-D{name}={value}" for name, value in cell.defines]
+            built[cell] = Emulator.build(cell.source.replace(".cu", ".cpp"), folder, defines)
+        self.emulator = built[cell]
+
+    def __call__(self, q: Tensor, batch: Batch, out: Tensor, lse: Tensor) -> None:
+        self.layer.set_call(q, batch, out, lse)
+        for phase in PHASES:
+            ctas = getattr(self.layer.launch, phase).ctas(len(q), SMS)
+            self.emulator.call(phase, ctas, self.layer.arguments, seed=1)
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[Cell, Emulator]:
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_call_gives_the_float64_answer(
+    case: Case, built: dict[Cell, Emulator], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = int(torch.seed() % 2**31)
+    torch.manual_seed(seed)
+    folder = tmp_path_factory.mktemp("emulated")
+    monkeypatch.setattr(kernel_checks, "make_engine", lambda inputs: Emulated(inputs, folder, built))
+    facts: dict[str, Any] = kernel_checks.run_case(case, CPU)
+    assert facts["ok"], (seed, facts)
