@@ -132,8 +132,8 @@ __device__ __forceinline__ void merge_partials(const DecodeArgs& args) {
     // With the sink's weight in the denominator; both weights are at most 1, and finite for sinks of either infinity.
     const float top = fminf(fmaxf(m, sink), -kLowest);
     const float ours = exp2_fast(m - top), others = exp2_fast(fmaxf(sink, kLowest) - top), all = fmaf(l, ours, others);
-    const bool nothing = !(l > 0.0f) || sink > -kLowest;
-    const float factor = nothing ? 0.0f : ours / all;
+    const bool nothing = !(l > 0.0f);
+    const float factor = nothing ? 0.0f : ours / all; // 0 / inf beside an infinite sink
     T* to = static_cast<T*>(args.out) + b * args.out_batch_stride + query * args.out_token_stride + head * args.out_head_stride;
 #pragma unroll
     for (int j = 0; j < kOwn; j++) to[32 * j + lane] = rounded<T>(nothing ? 0.0f : (out[j] + plain[j]) * factor);
