@@ -178,8 +178,8 @@ def random_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         flat.clamp_(-65000, 65000)
     else:
         special += [torch.randn(d) * 1e30, torch.randn(d) * 1e-30, torch.randn(d) * torch.exp(20 * torch.randn(d))]
-    for i, row in enumerate(special):
-        flat[3 + 11 * i] = row
+    for i in range(len(flat) // 11):
+        flat[11 * i + 3] = special[i % len(special)]
     return rows.to(dtype)
 
 
