@@ -28,8 +28,13 @@ from kernels.widths import PRESETS
 
 # By source: the slots in order, and what each is. A mark is a time; a sum and a count are of the whole launch.
 _ROW_SLOTS = ("start", "dependencies", "first_unit", "attend", "combine", "end", "units", "")
-SLOTS: dict[str, tuple[str, ...]] = {"decode_packed.cu": PROFILE_SLOTS, "decode_rows.cu": _ROW_SLOTS}
-SUMS = frozenset({"attend", "combine"})
+_MQA_SLOTS = ("start", "tile_wait", "row_wait", "score_wait", "weight_wait", "out_wait", "end", "items")
+SLOTS: dict[str, tuple[str, ...]] = {
+    "decode_packed.cu": PROFILE_SLOTS,
+    "decode_rows.cu": _ROW_SLOTS,
+    "decode_mqa.cu": _MQA_SLOTS,
+}
+SUMS = frozenset({"attend", "combine", "tile_wait", "row_wait", "score_wait", "weight_wait", "out_wait"})
 COUNTS = frozenset({"items", "units"})
 WARM_UPS = 5
 
