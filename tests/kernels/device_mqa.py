@@ -47,6 +47,7 @@ CORNERS = {
     "ratio 7, window, sinks": Case(lengths=(900, 700), group=7, num_queries=8, window=300, sinks=True),
     "two heads, two blocks, window": Case(lengths=(900, 700), group=32, num_queries=3, kv_heads=2, window=200),
     "references that move": Case(lengths=(900, 5000), drift=20.0),
+    "zero rows first": Case(lengths=(400, 900), zero_rows=200),
     "softcap": Case(lengths=(900, 1200), softcap=5.0, drift=1.0),
     "f16": Case(lengths=(900, 1200), row_type="f16", drift=1.0),
     "norms of 1e6": Case(lengths=(900, 400), norm=1e6, sm_scale=1e-7),

@@ -30,7 +30,8 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 @dataclass(frozen=True)
 class Case:
-    """norm: of a row, times sqrt(width). drift: by how much scores grow along a sequence, so that references move."""
+    """norm: of a row, times sqrt(width). drift: by how much scores grow along a sequence, so that references move.
+    zero_rows: at a sequence's start."""
 
     lengths: tuple[int, ...] = (300,)
     group: int = 64
@@ -42,6 +43,7 @@ class Case:
     norm: float = 1.0
     sm_scale: float = 0.0
     drift: float = 0.0
+    zero_rows: int = 0
     tail_tokens: tuple[int, ...] = field(default=())  # that stay in the tail at least; by default about 20 to 120
     ring_rows: int = 300
     sinks: bool = False
@@ -98,6 +100,7 @@ class Call:
             share = torch.linspace(first, end, end - first, device=self.device) / max(case.lengths)
             rows += case.drift * share[:, None, None] * along
         rows[5::31] = 0
+        rows[: max(0, case.zero_rows - first)] = 0
         limit = torch.finfo(self.dtype).max
         return rows.clamp(-limit, limit).to(self.dtype)
 

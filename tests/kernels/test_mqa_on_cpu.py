@@ -62,6 +62,7 @@ CASES = {
     "ratio 7, 8 queries, window, sinks": Case(lengths=(900, 700), group=7, num_queries=8, window=300, sinks=True),
     "two heads, two blocks, window": Case(lengths=(900, 700), group=32, num_queries=3, kv_heads=2, window=200),
     "references that move": Case(lengths=(900, 1200), drift=20.0),
+    "zero rows first": Case(lengths=(400, 900), zero_rows=200),
     "softcap": Case(lengths=(900, 1200), softcap=5.0, drift=1.0),
     "f16": Case(lengths=(900, 700), row_type="f16", drift=1.0),
     "f16 of few rows that count": Case(lengths=(900, 400), row_type="f16", drift=8.0, window=150, num_queries=2),
