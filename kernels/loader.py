@@ -137,9 +137,25 @@ def launch(
     function = load(cell, index)[kernel]
     values = tuple(np.int64(a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in arguments)
     with torch.cuda.device(index), _cupy_stream(torch.cuda.current_stream().cuda_stream, index):
-        if shared_bytes > _DEFAULT_SHARED_BYTES and shared_bytes > function.max_dynamic_shared_size_bytes:
-            function.max_dynamic_shared_size_bytes = shared_bytes
+        _allow_shared(function, kernel, shared_bytes)
         function((ctas,), (threads,), values, shared_mem=shared_bytes)
+
+
+def _allow_shared(function: Any, kernel: str, shared_bytes: int) -> None:
+    """Let the kernel have that much dynamic shared memory. Raises LaunchError where the device does not."""
+    if shared_bytes <= _DEFAULT_SHARED_BYTES or shared_bytes <= function.max_dynamic_shared_size_bytes:
+        return
+    import cupy
+
+    try:
+        function.max_dynamic_shared_size_bytes = shared_bytes
+    except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
+        raise LaunchError(
+            f"this device does not have the shared memory that {kernel} needs",
+            given=f"{shared_bytes} bytes a CTA: {error}",
+            allowed="what the arch's tiling was made for (kernels/decode_tiling.py)",
+            action="load the cell of the device's own arch",
+        ) from error
 
 
 class PreparedLaunch:
@@ -163,8 +179,7 @@ class PreparedLaunch:
     ) -> None:
         """Raises what `load` raises, and LaunchError where the device has not that much shared memory."""
         function = load(cell, device_index)[kernel]
-        if shared_bytes > _DEFAULT_SHARED_BYTES and shared_bytes > function.max_dynamic_shared_size_bytes:
-            function.max_dynamic_shared_size_bytes = shared_bytes
+        _allow_shared(function, kernel, shared_bytes)
         from cuda.bindings import driver
 
         self.name = kernel

@@ -37,6 +37,10 @@ from typing import Any, TextIO
 
 import torch
 
+from kernels import loader
+from kernels.cubins import build, default_folder
+from kernels.declared import DECLARED
+from kernels.decode_cells import decode_cell
 from tests.bench import kernel_cases, kernel_pages, kernel_prefill
 from tests.bench.kernel_cases import Case
 from tests.bench.kernel_checks import run_case
@@ -191,6 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(options.seed)
     facts = _facts(device, options.seed, options.commit)
     print(json.dumps(facts), flush=True)
+    if device.type == "cuda":
+        _build(device)
     machine = None
     needs_machine = device.type == "cuda" and not options.corners_small
     everything = small_entries(device) if options.corners_small else entries(device, None)
@@ -211,6 +217,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in report.failed:
         print(f"failed: {name}", flush=True)
     return 1 if report.failed else 0 if whole else 3
+
+
+def _build(device: torch.device) -> None:
+    """Compile what any case needs, in all processes that this machine has: one by one it would take minutes."""
+    arch = loader.arch_of(device)
+    timed = [timed.case for timed in kernel_cases.performance()]
+    cases = [*kernel_cases.correctness(), *kernel_cases.corners(), *kernel_cases.small_corners(), *timed]
+    cells = dict.fromkeys(decode_cell(case.shape, arch) for case in cases)
+    cells |= dict.fromkeys(cell for cell in DECLARED if not cell.tensor_kernels)  # codec and pages
+    started = time.monotonic()
+    results = build(cells, [arch], default_folder())
+    compiled = sum(result.compiled for result in results)
+    print(f"{compiled} of {len(results)} cells compiled in {time.monotonic() - started:.1f} s", flush=True)
+    for result in results:
+        if result.error:
+            print(f"{result.cell.name}: {result.error[:2000]}", flush=True)  # its cases fail, the others run
 
 
 def _facts(device: torch.device, seed: int, commit: str) -> dict[str, Any]:

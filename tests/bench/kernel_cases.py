@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kernels.decode_cells import DecodeShape
 from kernels.widths import PRESETS
 
 PAGE = 128
@@ -55,6 +56,15 @@ class Case:
             preset = PRESETS[self.mode]
             return (f"tq{preset.key_bits}",) if self.shared else (f"tq{preset.key_bits}", f"tq{preset.value_bits}")
         return (self.mode,) if self.shared else (self.mode, self.mode)
+
+    @property
+    def shape(self) -> DecodeShape:
+        """What decides about the cell."""
+        keys, values = (*self.codecs, None)[:2]
+        assert keys is not None
+        heads = self.kv_heads * self.group
+        capped = self.softcap > 0
+        return DecodeShape(self.dim, heads, self.kv_heads, keys, values, self.dtype, self.queries, capped)
 
     def base(self, length: int) -> int:
         """Tokens of a sequence that lie in pages."""

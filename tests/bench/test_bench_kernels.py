@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.decode import DecodeLayer
+from kernels.decode_cells import decode_cell
+from kernels.decode_workspace import DecodeLimits
 from tests.bench import bench_kernels, kernel_cases, kernel_checks
 from tests.bench.kernel_cases import Case, Timed, for_cpu
 from tests.bench.kernel_engines import Engine, Reference
@@ -84,6 +87,26 @@ def test_every_case_can_be_one_call(case: Case) -> None:
         assert max(one.lengths) - one.base(max(one.lengths)) <= 1400
     shrunk = for_cpu(case)
     assert (shrunk.mode, shrunk.dim, shrunk.queries, shrunk.window) == (case.mode, case.dim, case.queries, case.window)
+
+
+@pytest.mark.parametrize(
+    "name", ["tq4v3-d64-g4", "fp8-d128-f16", "tq4-shared-d512-g64", "window-softcap", "queries-8-g8"]
+)
+def test_what_is_compiled_ahead_is_what_a_case_uses(name: str) -> None:
+    (case,) = [c for c in kernel_cases.correctness() + kernel_cases.corners() if c.name == name]
+    inputs = make(replace(case, lengths=(20,)), CPU)
+    layer = DecodeLayer(
+        keys=inputs.keys,
+        values=inputs.values,
+        tail=inputs.tail,
+        q_heads=case.kv_heads * case.group,
+        dtype=inputs.dtype,
+        options=inputs.options,
+        limits=DecodeLimits(1, 1),
+        num_queries=case.queries,
+        arch="sm_90a",
+    )
+    assert (layer.shape, layer.cell) == (case.shape, decode_cell(case.shape, "sm_90a"))
 
 
 @pytest.mark.parametrize(("only", "lists"), [("decode-lung", ""), ("", "corner")])

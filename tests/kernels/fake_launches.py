@@ -33,7 +33,7 @@ def load(cell: Cell, device_index: int) -> dict[str, Any]:
     kernels = {}
     for name in cell.kernels:
         address = ADDRESSES[name.partition("_")[0]]
-        kernels[name] = SimpleNamespace(kernel=SimpleNamespace(ptr=address), max_dynamic_shared_size_bytes=49152)
+        kernels[name] = SimpleNamespace(kernel=SimpleNamespace(ptr=address), max_dynamic_shared_size_bytes=232448)
     return kernels
 
 

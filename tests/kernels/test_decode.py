@@ -21,7 +21,9 @@ from kernels.decode_cells import DecodeShape, decode_cell
 from kernels.decode_memory import Tail
 from kernels.decode_workspace import DecodeLimits, new_workspace, packed_splits, page_row_chunks
 from kernels.errors import ArgumentError, LayoutError, MixedWidthsError, UncompiledWidthError
+from tests.bench import kernel_cases
 from tests.bench.kernel_cases import Case
+from tests.bench.kernel_checks import run_case
 from tests.bench.kernel_inputs import Inputs, make
 
 CPU = torch.device("cpu")
@@ -385,3 +387,11 @@ def test_a_tensor_on_the_cpu_needs_an_arch_to_be_named() -> None:
     inputs = make(CASES["packed"], CPU)
     with pytest.raises(ArgumentError, match=r"cpu.*kernels\.attention"):
         make_layer(inputs, arch=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("case", kernel_cases.small_corners(), ids=lambda case: case.name)
+def test_small_corners_on_a_gpu(case: Case) -> None:
+    facts = run_case(case, torch.device("cuda", torch.cuda.current_device()))
+    assert facts["ok"], facts
