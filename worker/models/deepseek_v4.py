@@ -1,0 +1,216 @@
+"""DeepSeek-V4: weights and forward pass. Plain PyTorch, over rows that someone else keeps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from worker.batch import Batch
+from worker.models.deepseek_v4_attention import AttentionWeights, IndexerWeights, LayerRope, attention, normed
+from worker.models.deepseek_v4_compressor import CompressorWeights
+from worker.models.deepseek_v4_config import CSA_RATIO, DeepseekV4Config
+from worker.models.deepseek_v4_hyper import HyperWeights, head_streams, mixing, read_streams, write_streams
+from worker.models.deepseek_v4_moe import MoeWeights, moe
+from worker.models.deepseek_v4_rope import layer_frequencies, rotation
+from worker.models.deepseek_v4_rows import Rows
+from worker.models.layers import linear
+
+Weights = dict[str, torch.Tensor]
+
+
+class BlockWeights(NamedTuple):
+    """One layer, main or draft."""
+
+    attn_mixing: HyperWeights
+    attn_norm: torch.Tensor
+    attn: AttentionWeights
+    ffn_mixing: HyperWeights
+    ffn_norm: torch.Tensor
+    ffn: MoeWeights
+
+
+class DraftWeights(NamedTuple):
+    """One MTP block. e_proj, h_proj [hidden, hidden]; norms [hidden] float32."""
+
+    e_proj: torch.Tensor
+    h_proj: torch.Tensor
+    e_norm: torch.Tensor
+    h_norm: torch.Tensor
+    block: BlockWeights
+    head_mixing: HyperWeights
+    norm: torch.Tensor
+
+
+class DeepseekV4:
+    """Weights and forward pass.
+
+    Args:
+        config: parsed shapes.
+        weights: every tensor of ``config.tensors()`` without quantisation, float32 where ``kept_in_float32`` says so;
+            taken out as they are used, so that fusing needs little room.
+    """
+
+    def __init__(self, config: DeepseekV4Config, weights: Weights) -> None:
+        self.config = config
+        self.embed = weights.pop("embed.weight")
+        self.head = weights.pop("head.weight")
+        self.norm = weights.pop("norm.weight").float()
+        self.head_mixing = _take_mixing(weights, "hc_head_")
+        self.layers = [_take_block(weights, f"layers.{i}.", config, ratio) for i, ratio in enumerate(config.ratios)]
+        self.drafts = [_take_draft(weights, f"mtp.{i}.", config) for i in range(config.num_draft_layers)]
+        by_ratio = {ratio: layer_frequencies(config, ratio) for ratio in {0, *config.ratios}}
+        self.frequencies = {ratio: values.to(self.device) for ratio, values in by_ratio.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and every tensor of a forward pass."""
+        return self.embed.device
+
+    def forward(self, batch: Batch, rows: Rows) -> torch.Tensor:
+        """Logits [num_logits, vocab_size] float32; the step's rows are kept in ``rows``."""
+        return self.logits(self.streams(batch, rows), batch)
+
+    def streams(self, batch: Batch, rows: Rows) -> torch.Tensor:
+        """The residual streams behind the last layer, [R, hc_mult, hidden]: what the head and the MTP block read."""
+        x = F.embedding(batch.token_ids, self.embed)
+        streams = x.unsqueeze(1).expand(-1, self.config.hc_mult, -1)
+        ropes = self._ropes(batch)
+        for layer, (weights, ratio) in enumerate(zip(self.layers, self.config.ratios, strict=True)):
+            streams = _block(streams, layer, weights, self.config, batch, ropes[ratio], rows)
+        return streams
+
+    def logits(self, streams: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """streams [R, hc_mult, hidden] -> logits [num_logits, vocab_size] float32 of the rows that want them."""
+        return self._logits(streams, self.head_mixing, self.norm, batch)
+
+    def draft(
+        self, draft: int, streams: torch.Tensor, next_token_ids: torch.Tensor, batch: Batch, rows: Rows
+    ) -> torch.Tensor:
+        """One MTP block: guesses the token behind next_token_ids.
+
+        Args:
+            draft: which block.
+            streams: [R, hc_mult, hidden] of the batch's rows, out of ``streams`` or the draft before.
+            next_token_ids: [R] int64, the token that follows each row's.
+
+        Returns:
+            [R, hc_mult, hidden], for ``draft_logits``; the block's raw rows are kept as those of layer
+            ``num_layers + draft``, at the rows' own positions.
+        """
+        config, weights = self.config, self.drafts[draft]
+        embedded = normed(F.embedding(next_token_ids, self.embed), weights.e_norm, config.norm_eps)
+        before = normed(streams, weights.h_norm, config.norm_eps)
+        token = linear(embedded, weights.e_proj, None, batch.tiles)
+        mixed = [linear(stream, weights.h_proj, None, batch.tiles) + token for stream in before.unbind(1)]
+        layer, rope = config.num_layers + draft, self._ropes(batch)[0]
+        # The block's router has no table, so the token ids of the batch are not looked at.
+        return _block(torch.stack(mixed, dim=1), layer, weights.block, config, batch, rope, rows)
+
+    def draft_logits(self, draft: int, streams: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What ``draft`` returned -> logits [num_logits, vocab_size] float32."""
+        weights = self.drafts[draft]
+        return self._logits(streams, weights.head_mixing, weights.norm, batch)
+
+    def _ropes(self, batch: Batch) -> dict[int, LayerRope]:
+        return {
+            ratio: LayerRope(frequencies, rotation(frequencies, batch.positions))
+            for ratio, frequencies in self.frequencies.items()
+        }
+
+    def _logits(self, streams: torch.Tensor, mixing: HyperWeights, norm: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if not batch.num_logits:
+            return self.norm.new_empty((0, self.config.vocab_size))
+        x = head_streams(streams[batch.logit_rows], mixing, self.config, batch.logit_tiles)
+        x = normed(x, norm, self.config.norm_eps)
+        return linear(x, self.head, None, batch.logit_tiles).float()[: batch.num_logits]
+
+
+def _block(
+    streams: torch.Tensor,
+    layer: int,
+    weights: BlockWeights,
+    config: DeepseekV4Config,
+    batch: Batch,
+    rope: LayerRope,
+    rows: Rows,
+) -> torch.Tensor:
+    """Attention and experts, each between reading and writing the streams [R, hc_mult, hidden]."""
+    by = mixing(streams, weights.attn_mixing, config, batch.tiles)
+    x = normed(read_streams(streams, by.read), weights.attn_norm, config.norm_eps)
+    streams = write_streams(streams, attention(x, layer, weights.attn, config, batch, rope, rows), by)
+    by = mixing(streams, weights.ffn_mixing, config, batch.tiles)
+    x = normed(read_streams(streams, by.read), weights.ffn_norm, config.norm_eps)
+    return write_streams(streams, moe(x, weights.ffn, config, batch), by)
+
+
+def _take_block(weights: Weights, at: str, config: DeepseekV4Config, ratio: int) -> BlockWeights:
+    return BlockWeights(
+        attn_mixing=_take_mixing(weights, at + "hc_attn_"),
+        attn_norm=weights.pop(at + "attn_norm.weight").float(),
+        attn=_take_attention(weights, at + "attn.", ratio),
+        ffn_mixing=_take_mixing(weights, at + "hc_ffn_"),
+        ffn_norm=weights.pop(at + "ffn_norm.weight").float(),
+        ffn=_take_moe(weights, at + "ffn.", config),
+    )
+
+
+def _take_draft(weights: Weights, at: str, config: DeepseekV4Config) -> DraftWeights:
+    return DraftWeights(
+        e_proj=weights.pop(at + "e_proj.weight"),
+        h_proj=weights.pop(at + "h_proj.weight"),
+        e_norm=weights.pop(at + "enorm.weight").float(),
+        h_norm=weights.pop(at + "hnorm.weight").float(),
+        block=_take_block(weights, at, config, 0),
+        head_mixing=_take_mixing(weights, at + "hc_head_"),
+        norm=weights.pop(at + "norm.weight").float(),
+    )
+
+
+def _take_mixing(weights: Weights, at: str) -> HyperWeights:
+    return HyperWeights(*(weights.pop(at + name).float() for name in ("fn", "base", "scale")))
+
+
+def _take_attention(weights: Weights, at: str, ratio: int) -> AttentionWeights:
+    indexer = None
+    if ratio == CSA_RATIO:
+        indexer = IndexerWeights(
+            wq_b=weights.pop(at + "indexer.wq_b.weight"),
+            weights_proj=weights.pop(at + "indexer.weights_proj.weight"),
+            compressor=_take_compressor(weights, at + "indexer.compressor."),
+        )
+    return AttentionWeights(
+        wq_a=weights.pop(at + "wq_a.weight"),
+        q_norm=weights.pop(at + "q_norm.weight").float(),
+        wq_b=weights.pop(at + "wq_b.weight"),
+        wkv=weights.pop(at + "wkv.weight"),
+        kv_norm=weights.pop(at + "kv_norm.weight").float(),
+        sink=weights.pop(at + "attn_sink").float(),
+        wo_a=weights.pop(at + "wo_a.weight"),
+        wo_b=weights.pop(at + "wo_b.weight"),
+        compressor=_take_compressor(weights, at + "compressor.") if ratio else None,
+        indexer=indexer,
+    )
+
+
+def _take_compressor(weights: Weights, at: str) -> CompressorWeights:
+    names = ("wkv.weight", "wgate.weight", "ape", "norm.weight")
+    return CompressorWeights(*(weights.pop(at + name).float() for name in names))
+
+
+def _take_moe(weights: Weights, at: str, config: DeepseekV4Config) -> MoeWeights:
+    def up(name: str) -> torch.Tensor:
+        return torch.cat((weights.pop(f"{at}{name}.w1.weight"), weights.pop(f"{at}{name}.w3.weight")))
+
+    bias, table = weights.pop(at + "gate.bias", None), weights.pop(at + "gate.tid2eid", None)
+    experts = [f"experts.{expert}" for expert in range(config.num_experts)]
+    return MoeWeights(
+        gate=weights.pop(at + "gate.weight").float(),
+        bias=None if bias is None else bias.float(),
+        table=None if table is None else table.long(),
+        up=torch.stack([up(name) for name in experts]),
+        down=torch.stack([weights.pop(f"{at}{name}.w2.weight") for name in experts]),
+        shared_up=up("shared_experts"),
+        shared_down=weights.pop(at + "shared_experts.w2.weight"),
+    )

@@ -1,0 +1,195 @@
+"""DeepSeek-V4's attention: one row a token that is key and value of every head, a window of raw rows, compressed rows
+behind it, one softmax over both and a sink.
+
+A query at position t reads the raw rows of tokens (t - window, t] and compressed rows c < (t + 1) // ratio: all of them
+in HCA layers, the indexer's choice in CSA layers. A token may be read twice, raw and compressed; the model means it so.
+Rows are stored rotated, so the output is rotated back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernels.attention import Part, attend_dense, merge
+from worker.batch import Batch
+from worker.models.deepseek_v4_compressor import CompressorWeights, complete, pending_rows
+from worker.models.deepseek_v4_config import (
+    CSA_PENDING,
+    CSA_ROW,
+    HCA_PENDING,
+    HCA_ROW,
+    INDEX_KEY,
+    INDEX_PENDING,
+    RAW_ROW,
+    DeepseekV4Config,
+)
+from worker.models.deepseek_v4_hyper import rms
+from worker.models.deepseek_v4_indexer import choose, index_scores
+from worker.models.deepseek_v4_rope import Rotation, rotate_last
+from worker.models.deepseek_v4_rows import Rows, SpanRows
+from worker.models.layers import Tiles, linear
+
+_GATHERED = 1 << 22  # values of chosen rows gathered together: 16 MiB
+
+
+class IndexerWeights(NamedTuple):
+    """wq_b [heads * dim, q_lora_rank], weights_proj [heads, hidden]."""
+
+    wq_b: torch.Tensor
+    weights_proj: torch.Tensor
+    compressor: CompressorWeights
+
+
+class AttentionWeights(NamedTuple):
+    """Projections in the model's dtype; norms and sink float32. compressor: ratio above 0; indexer: CSA."""
+
+    wq_a: torch.Tensor
+    q_norm: torch.Tensor
+    wq_b: torch.Tensor
+    wkv: torch.Tensor
+    kv_norm: torch.Tensor
+    sink: torch.Tensor
+    wo_a: torch.Tensor
+    wo_b: torch.Tensor
+    compressor: CompressorWeights | None
+    indexer: IndexerWeights | None
+
+
+class LayerRope(NamedTuple):
+    """A layer's frequencies [rope_dim / 2], and their rotation of the step's positions."""
+
+    frequencies: torch.Tensor
+    step: Rotation
+
+
+class _Step(NamedTuple):
+    """What a layer computes for all rows of a step at once.
+
+    Attributes:
+        q: [R, heads, dim]. raw: [R, 1, dim]. pending: [R, 2, width] float32, of layers with a compressor.
+        index_q: [R, index_heads, index_dim], index_weights: [R, index_heads] float32, index_pending: [R, 2, width]
+            float32, of CSA layers.
+    """
+
+    q: torch.Tensor
+    raw: torch.Tensor
+    pending: torch.Tensor | None = None
+    index_q: torch.Tensor | None = None
+    index_weights: torch.Tensor | None = None
+    index_pending: torch.Tensor | None = None
+
+
+def attention(
+    x: torch.Tensor,
+    layer: int,
+    weights: AttentionWeights,
+    config: DeepseekV4Config,
+    batch: Batch,
+    rope: LayerRope,
+    rows: Rows,
+) -> torch.Tensor:
+    """x [R, hidden], normed -> [R, hidden]; the step's rows of this layer are kept in ``rows``."""
+    step = _project(x, weights, config, batch, rope)
+    rows.keep(layer, RAW_ROW, step.raw)
+    if step.pending is not None:
+        rows.keep(layer, HCA_PENDING if step.index_pending is None else CSA_PENDING, step.pending)
+    if step.index_pending is not None:
+        rows.keep(layer, INDEX_PENDING, step.index_pending)
+    out = step.q.new_zeros(step.q.shape, dtype=torch.float32)
+    for number, span in enumerate(batch.spans):
+        at = SpanRows(rows, number, span, layer)
+        parts = [_attend_window(step, at, config)]
+        if at.end // (weights.compressor.ratio if weights.compressor else at.end + 1):
+            parts.append(_attend_compressed(step, at, weights, config, rope))
+        at.own(out)[:] = merge(parts, weights.sink)
+    return _project_out(rotate_last(out, rope.step.inverse).to(x.dtype), weights, config, batch.tiles)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, in float32 and rounded once (Zhang & Sennrich 2019); weight is float32."""
+    return (rms(x, eps) * weight).to(x.dtype)
+
+
+def _project(
+    x: torch.Tensor, weights: AttentionWeights, config: DeepseekV4Config, batch: Batch, rope: LayerRope
+) -> _Step:
+    tiles, eps = batch.tiles, config.norm_eps
+    q_low = normed(linear(x, weights.wq_a, None, tiles), weights.q_norm, eps)
+    q = linear(q_low, weights.wq_b, None, tiles).view(-1, config.num_heads, config.head_dim)
+    step = _Step(
+        q=rotate_last(rms(q, eps).to(x.dtype), rope.step),
+        raw=rotate_last(normed(linear(x, weights.wkv, None, tiles), weights.kv_norm, eps), rope.step).unsqueeze(1),
+    )
+    if weights.compressor is not None:
+        step = step._replace(pending=pending_rows(x, batch.positions, weights.compressor, tiles))
+    if weights.indexer is not None:
+        index_q = linear(q_low, weights.indexer.wq_b, None, tiles)
+        index_weights = linear(x, weights.indexer.weights_proj, None, tiles).float()
+        step = step._replace(
+            index_q=rotate_last(index_q.view(-1, config.index_heads, config.index_dim), rope.step),
+            index_weights=index_weights * (config.index_dim * config.index_heads) ** -0.5,
+            index_pending=pending_rows(x, batch.positions, weights.indexer.compressor, tiles),
+        )
+    return step
+
+
+def _attend_window(step: _Step, at: SpanRows, config: DeepseekV4Config) -> Part:
+    first = max(0, at.start - config.window + 1)
+    raw = torch.cat((at.held(RAW_ROW, first, at.start), at.own(step.raw)))
+    return attend_dense(
+        at.own(step.q),
+        raw,
+        raw,
+        first_position=at.start,
+        first_row=first,
+        sm_scale=config.head_dim**-0.5,
+        window=config.window,
+    )
+
+
+def _attend_compressed(
+    step: _Step, at: SpanRows, weights: AttentionWeights, config: DeepseekV4Config, rope: LayerRope
+) -> Part:
+    """Completes the span's blocks, each of which its own last token sees already, and attends to compressed rows."""
+    assert weights.compressor is not None and step.pending is not None
+    ratio, scale, eps = weights.compressor.ratio, config.head_dim**-0.5, config.norm_eps
+    q, frequencies = at.own(step.q), rope.frequencies
+    row, pending = (HCA_ROW, HCA_PENDING) if weights.indexer is None else (CSA_ROW, CSA_PENDING)
+    new = complete(at.own(step.pending), pending, row, at, weights.compressor, frequencies, q.dtype, eps)
+    held = torch.cat((at.held(row, 0, at.start // ratio), new))
+    if weights.indexer is not None:
+        assert step.index_pending is not None and step.index_q is not None and step.index_weights is not None
+        own, compressor = at.own(step.index_pending), weights.indexer.compressor
+        new = complete(own, INDEX_PENDING, INDEX_KEY, at, compressor, frequencies, q.dtype, eps)
+        if len(held) > config.index_topk:
+            keys = torch.cat((at.held(INDEX_KEY, 0, at.start // ratio), new)).squeeze(1)
+            scores = index_scores(at.own(step.index_q), at.own(step.index_weights), keys)
+            num_visible = torch.arange(at.start + 1, at.end + 1, device=q.device) // ratio
+            return _attend_chosen(q, held.squeeze(1), choose(scores, num_visible, config.index_topk), scale)
+    return attend_dense(q, held, held, first_position=at.start, first_row=0, sm_scale=scale, ratio=ratio)
+
+
+def _attend_chosen(q: torch.Tensor, held: torch.Tensor, chosen: torch.Tensor, sm_scale: float) -> Part:
+    """Each query [T, heads, dim] over its own rows, [T, K] int64 numbers of ``held`` [N, dim]; -1: none."""
+    out = q.new_empty(q.shape, dtype=torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    step = max(1, _GATHERED // (chosen.shape[1] * q.shape[-1]))
+    for first in range(0, len(q), step):
+        at = slice(first, min(len(q), first + step))
+        gathered = held[chosen[at].clamp(min=0)].float()  # [t, K, dim]
+        scores = torch.bmm(q[at].float() * sm_scale, gathered.transpose(1, 2))
+        scores.masked_fill_((chosen[at] < 0).unsqueeze(1), -torch.inf)
+        lse[at] = scores.logsumexp(-1)
+        finite = lse[at].clamp(min=torch.finfo(torch.float32).min)  # a query that sees no row gets 0, not NaN
+        out[at] = torch.bmm((scores - finite.unsqueeze(-1)).exp_(), gathered)
+    return Part(out, lse)
+
+
+def _project_out(out: torch.Tensor, weights: AttentionWeights, config: DeepseekV4Config, tiles: Tiles) -> torch.Tensor:
+    """[R, heads, dim] -> [R, hidden]: consecutive heads are a group with a projection of its own, then all are one."""
+    groups = out.reshape(len(out), config.o_groups, -1).unbind(1)
+    shares = weights.wo_a.chunk(config.o_groups)
+    low = [linear(group, share, None, tiles) for group, share in zip(groups, shares, strict=True)]
+    return linear(torch.cat(low, dim=-1), weights.wo_b, None, tiles)

@@ -1,0 +1,82 @@
+"""DeepSeek-V4's mixture of experts: the router, the clamped SwiGLU, and the expert that every token uses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from worker.batch import DECODE_TILE, Batch
+from worker.models.deepseek_v4_config import DeepseekV4Config
+from worker.models.layers import Tiles, linear
+
+
+class MoeWeights(NamedTuple):
+    """E routed experts of width I, and the shared one.
+
+    Attributes:
+        gate: [E, hidden] float32.
+        bias: [E] float32, added for the choice of experts only; None in hash layers.
+        table: [vocab_size, experts per token] int64, the experts of each token id; None in other layers.
+        up: [E, 2 I, hidden], w1 above w3. down: [E, hidden, I].
+        shared_up: [2 I, hidden]. shared_down: [hidden, I].
+    """
+
+    gate: torch.Tensor
+    bias: torch.Tensor | None
+    table: torch.Tensor | None
+    up: torch.Tensor
+    down: torch.Tensor
+    shared_up: torch.Tensor
+    shared_down: torch.Tensor
+
+
+def route(
+    x: torch.Tensor, token_ids: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, hidden] of tokens [R] -> experts [R, K] int64 and their weights [R, K] float32.
+
+    Of equal affinities the lower expert is chosen.
+    """
+    affinity = F.softplus(linear(x.float(), weights.gate, None, tiles)).sqrt()
+    if weights.table is not None:
+        experts = weights.table[token_ids]
+    else:
+        assert weights.bias is not None
+        order = (affinity + weights.bias).sort(dim=-1, descending=True, stable=True).indices
+        experts = order[:, : config.experts_per_token]
+    chosen = affinity.gather(1, experts)
+    return experts, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * config.routed_scale
+
+
+def clamped_swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) of [R, 2 I] -> [R, I] float32: gate is not bounded below."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def moe(x: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, batch: Batch) -> torch.Tensor:
+    """x [R, hidden] -> [R, hidden] in x's dtype: the routed experts' weighted sum plus the shared expert."""
+    experts, shares = route(x, batch.token_ids, weights, config, batch.tiles)
+    gated = clamped_swiglu(linear(x, weights.shared_up, None, batch.tiles), config.swiglu_limit)
+    out = linear(gated.to(x.dtype), weights.shared_down, None, batch.tiles).float()
+    for expert in sorted({*experts.flatten().tolist()}):  # in rising order: a row's sum has one order in every batch
+        rows, slots = (experts == expert).nonzero(as_tuple=True)
+        out.index_add_(0, rows, _expert(x[rows], shares[rows, slots], expert, weights, config, batch))
+    return out.to(x.dtype)
+
+
+def _expert(
+    x: torch.Tensor, shares: torch.Tensor, expert: int, weights: MoeWeights, config: DeepseekV4Config, batch: Batch
+) -> torch.Tensor:
+    """x [r, hidden], shares [r] -> [r, hidden] float32: the share is multiplied in before the last product."""
+    num_rows = len(x)
+    tiles: Tiles = ((0, num_rows),)
+    if batch.deterministic:  # how many rows meet in an expert is chance, so the shape of its products must not be
+        padding = -num_rows % DECODE_TILE
+        x, shares = F.pad(x, (0, 0, 0, padding)), F.pad(shares, (0, padding))
+        tiles = tuple((first, first + DECODE_TILE) for first in range(0, len(x), DECODE_TILE))
+    gated = clamped_swiglu(linear(x, weights.up[expert], None, tiles), config.swiglu_limit)
+    gated = (gated * shares.unsqueeze(-1)).to(x.dtype)
+    return linear(gated, weights.down[expert], None, tiles)[:num_rows].float()

@@ -1,0 +1,56 @@
+"""Where DeepSeek-V4's layers find the rows that sequences hold, and where they leave a step's own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from worker.batch import Span
+
+
+class Rows(Protocol):
+    """The rows of a step's sequences. ``span`` counts ``Batch.spans``; kinds are ``deepseek_v4_config``'s.
+
+    ``first`` and ``end`` count rows of the kind: tokens, or blocks of ``ratio`` tokens from position 0.
+    """
+
+    def held(self, span: int, layer: int, kind: str, first: int, end: int) -> torch.Tensor:
+        """[end - first, heads, dim]: rows from before this step; not to be written to."""
+        ...
+
+    def keep(self, layer: int, kind: str, rows: torch.Tensor) -> None:
+        """Takes this step's rows [R, heads, dim] of a kind with a row a token; padding rows belong to no span."""
+        ...
+
+    def keep_blocks(self, span: int, layer: int, kind: str, first: int, rows: torch.Tensor) -> None:
+        """Takes rows [N, heads, dim] of blocks [first, first + N), which the span completed; N at least 1."""
+        ...
+
+
+class SpanRows(NamedTuple):
+    """One span's rows in one layer."""
+
+    rows: Rows
+    number: int
+    span: Span
+    layer: int
+
+    @property
+    def start(self) -> int:
+        """Tokens held before this step; the position of the span's first token."""
+        return self.span.start
+
+    @property
+    def end(self) -> int:
+        return self.span.start + self.span.num_rows
+
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
+        """The span's part of this step's rows [R, ...], a view."""
+        return rows[self.span.first_row : self.span.first_row + self.span.num_rows]
+
+    def held(self, kind: str, first: int, end: int) -> torch.Tensor:
+        return self.rows.held(self.number, self.layer, kind, first, end)
+
+    def keep_blocks(self, kind: str, first: int, rows: torch.Tensor) -> None:
+        self.rows.keep_blocks(self.number, self.layer, kind, first, rows)
