@@ -30,8 +30,10 @@ PRESETS: dict[str, Preset] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """A hardware run that lets defaults pick `preset` at `width`; `record` is its file under tests/bench/results/."""
+    """A hardware run that lets defaults pick `preset` at `width` on GPUs of `arch`; `record` is its file under
+    tests/bench/results/."""
 
+    arch: str
     width: int
     preset: str
     record: str
@@ -77,17 +79,17 @@ def require_explicit(preset_name: str, key_width: int, value_width: int) -> Pres
     return chosen
 
 
-def require_default(preset_name: str, key_width: int, value_width: int) -> Preset:
-    """The preset, if a default may pick it without being asked.
+def require_default(preset_name: str, key_width: int, value_width: int, arch: str) -> Preset:
+    """The preset, if a default may pick it without being asked on a GPU of `arch` ("sm_90a").
 
     Raises what `require_explicit` raises, and UnmeasuredDefaultError where no hardware run is on record.
     """
     chosen = require_explicit(preset_name, key_width, value_width)
-    if not any(run.width == key_width and run.preset == preset_name for run in MEASURED):
-        measured = ", ".join(f"{run.preset} at {run.width}" for run in MEASURED) or "none yet"
+    if not any((run.arch, run.width, run.preset) == (arch, key_width, preset_name) for run in MEASURED):
+        measured = ", ".join(f"{run.preset} at {run.width} on {run.arch}" for run in MEASURED) or "none yet"
         raise UnmeasuredDefaultError(
             "a default does not pick a kernel that is compiled but has no recorded hardware run",
-            given=f"{preset_name} at width {key_width}",
+            given=f"{preset_name} at width {key_width} on {arch}",
             allowed=measured,
             action=f"opt in by asking for preset {preset_name!r} by name, or stay with mode dense",
         )

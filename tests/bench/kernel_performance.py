@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.loader import arch_of
 from tests.bench.kernel_cases import Case, Timed
 from tests.bench.kernel_checks import checked
 from tests.bench.kernel_engines import Gpu
@@ -81,6 +82,9 @@ def _timed_facts(
         **({} if named else {"rival_why": rival}),
         "error": error,
         "shape": _shape_text(case),
+        "arch": arch_of(torch.device("cuda")),
+        "width": case.dim,
+        "mode": case.mode,
     }
     facts: dict[str, Any] = {"ms": times.median, "steady": times.steady, "of_floor": floor / times.median}
     if named:

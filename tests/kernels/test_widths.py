@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from kernels import widths
+from kernels.cells import ARCHES
 from kernels.errors import (
     ArgumentError,
     KernelError,
@@ -51,22 +53,30 @@ def test_keys_and_values_are_refused_apart(key: int, value: int, error: type[Ker
 
 
 def test_a_default_never_picks_the_unmeasured_and_says_how_to_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = widths.Measurement(128, "tq4", "machine-attention-2026-12-01.jsonl")
+    run = widths.Measurement("sm_90a", 128, "tq4", "machine-attention-2026-12-01.jsonl")
     monkeypatch.setattr(widths, "MEASURED", (run,))
-    assert widths.require_default("tq4", 128, 128).name == "tq4"
-    for name, width in (("tq4", 64), ("tq3", 128)):
+    assert widths.require_default("tq4", 128, 128, "sm_90a").name == "tq4"
+    for name, width, arch in (("tq4", 64, "sm_90a"), ("tq3", 128, "sm_90a"), ("tq4", 128, "sm_100a")):
         with pytest.raises(
-            UnmeasuredDefaultError, match=rf"{name} at width {width}.*tq4 at 128.*preset '{name}' by name"
+            UnmeasuredDefaultError,
+            match=rf"{name} at width {width} on {arch}.*tq4 at 128 on sm_90a.*preset '{name}' by name",
         ):
-            widths.require_default(name, width, width)
+            widths.require_default(name, width, width, arch)
     with pytest.raises(UncompiledWidthError):
-        widths.require_default("tq4", 96, 96)
+        widths.require_default("tq4", 96, 96, "sm_90a")
 
 
-def test_every_measured_default_is_compiled_and_on_record() -> None:
+def test_every_measured_default_is_compiled() -> None:
     for run in widths.MEASURED:
-        assert run.width in widths.COMPILED_WIDTHS and run.preset in widths.PRESETS
-        assert (RESULTS / run.record).is_file()
+        assert run.arch in ARCHES and run.width in widths.COMPILED_WIDTHS and run.preset in widths.PRESETS
+
+
+def test_measured_is_exactly_what_the_records_show() -> None:
+    """Every timed run of packed attention, and nothing else."""
+    for record in {run.record for run in widths.MEASURED}:
+        lines = [json.loads(line) for line in (RESULTS / record).read_text().splitlines()]
+        ran = {(line["arch"], line["width"], line["mode"]) for line in lines if line.get("mode") in widths.PRESETS}
+        assert ran == {(run.arch, run.width, run.preset) for run in widths.MEASURED if run.record == record}
 
 
 def test_the_three_refusals_are_distinct_and_an_unknown_preset_is_a_fourth() -> None:
