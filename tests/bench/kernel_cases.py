@@ -220,6 +220,11 @@ def performance() -> list[Timed]:
         ),
         Timed(replace(long, name="decode-long-served", kept=144)),
         *(Timed(replace(long, name=f"decode-long-{mode}", mode=mode)) for mode in ("tq4v3", "tq3", "tq3v2")),
+        *(Timed(replace(long, name=f"decode-d64-{mode}", dim=64, mode=mode)) for mode in ("tq4v3", "tq3", "tq3v2")),
+        *(
+            Timed(replace(llama, name=f"decode-d256-{mode}", dim=256, group=2, lengths=(16384,) * 16, mode=mode))
+            for mode in ("tq4v3", "tq3", "tq3v2")
+        ),
         Timed(replace(long, name="decode-long-g8", kv_heads=4, group=8)),
         Timed(replace(long, name="decode-long-g7", kv_heads=4, group=7)),
         Timed(replace(long, name="decode-long-t4", queries=4)),
