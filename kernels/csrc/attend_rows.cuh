@@ -26,7 +26,7 @@ __host__ __device__ constexpr int row_shared_bytes(int width, int columns) {
 // args.profile of the phase-timing variant, a CTA's row of u64: nanoseconds of the global timer, sums of them, a count.
 enum RowProfileSlot {
     kRowStart,
-    kRowDependencies, // prepare is complete
+    kRowDependencies, // prepare is complete, or need not be waited for
     kRowFirst,        // the first unit is attended
     kRowAttend,       // sum over units: until all warps have attended
     kRowCombine,      // sum over units: adding up and writing
@@ -55,15 +55,25 @@ __device__ __forceinline__ void attend_rows(const DecodeArgs& args) {
     };
     if constexpr (PROFILE) passed(), profile[kRowStart] = last;
     launch_dependents();
-    wait_for_dependencies();
+    // A call with a unit for each CTA at most is planned here, while prepare still runs, if all that it makes is the plan.
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    bool direct = !Pages::Format::kRotated && args.num_sequences <= kDirectSequences;
+    int num_units = 0;
+    if (direct) {
+        num_units = sum_batch<PLAN_ROWS, kPageChunk>(args, 0, lane).num_rows * heads * chunks;
+        direct = num_units <= static_cast<int>(gridDim.x);
+    }
+    if (!direct) {
+        wait_for_dependencies();
+        num_units = args.counters->num_rows * heads * chunks;
+    }
     if constexpr (PROFILE) passed(), profile[kRowDependencies] = last;
-    const int num_units = args.counters->num_rows * heads * chunks;
     for (int unit = static_cast<int>(blockIdx.x); unit < num_units;) {
         if (threadIdx.x == 0) // known when the unit is done; prepare has zeroed it
-            *next = static_cast<int>(gridDim.x) + atomicAdd(&args.counters->next_packed, 1);
-        const int first_vector = unit % chunks * COLUMNS, kv_head = unit / chunks % heads;
-        const int64_t index = args.max_packed_items + unit / (chunks * heads);
-        const Item item = args.items[index];
+            *next = direct ? num_units : static_cast<int>(gridDim.x) + atomicAdd(&args.counters->next_packed, 1);
+        const int first_vector = unit % chunks * COLUMNS, kv_head = unit / chunks % heads, number = unit / (chunks * heads);
+        const int64_t index = args.max_packed_items + number;
+        const Item item = direct ? find_item<PLAN_ROWS, kPageChunk>(args, number, lane) : args.items[index];
         float *out = outs + warp * COLUMNS * kStride, *ml = mls + warp * COLUMNS * 2;
         if (item.kind == kRingRows) {
             const Tail rows(args, item, kv_head);
@@ -105,6 +115,7 @@ __device__ __forceinline__ void attend_rows(const DecodeArgs& args) {
         __syncthreads(); // the next unit writes what this one reads
         if constexpr (PROFILE) profile[kRowCombine] += passed();
     }
+    if (direct) wait_for_dependencies(); // merge, which waits for this kernel, then runs behind prepare too
     if constexpr (PROFILE)
         if (threadIdx.x == 0) {
             profile[kRowEnd] = last;

@@ -101,7 +101,7 @@ template <typename Tiling> struct Producer {
             wait_for_plan(per_item);
             item = listed(work, per_item);
         } else {
-            item = find_packed_item(args, work / per_item, cta.lane);
+            item = find_item<PLAN_PACKED>(args, work / per_item, cta.lane);
         }
         int pages = page_id(item), num_tokens = length(item);
         if (prepared) publish(work, per_item, item, num_tokens, keep);

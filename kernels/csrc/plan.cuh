@@ -175,15 +175,17 @@ template <PlanKind KIND, int PAGE_CHUNK> __device__ inline void write_plan(const
     }
 }
 
-// Packed item `index` of the list that prepare writes, worked out from the inputs; count 0 behind the last. Sequences are
-// looked at 32 at a time, so it is for batches up to kDirectSequences.
-__device__ inline Item find_packed_item(const DecodeArgs& args, int index, int lane) {
+// Item `index` of the list that prepare writes, worked out from the inputs; count 0 behind the last. Sequences are looked
+// at 32 at a time, so it is for batches up to kDirectSequences.
+template <PlanKind KIND, int PAGE_CHUNK = kRowChunk>
+__device__ inline Item find_item(const DecodeArgs& args, int index, int lane) {
     const int batch = static_cast<int>(args.num_sequences);
-    for (int pass = 0; pass < 2; pass++) // long splits, then short ones
+    for (int pass = 0; pass < (KIND == PLAN_PACKED ? 2 : 1); pass++) // long splits, then short ones
         for (int first = 0; first < batch; first += 32) {
             Cut cut = {};
-            if (first + lane < batch) cut = cut_sequence<PLAN_PACKED, kRowChunk>(args, first + lane);
-            const int count = pass == 0 ? cut.num_long : cut.num_short;
+            if (first + lane < batch) cut = cut_sequence<KIND, PAGE_CHUNK>(args, first + lane);
+            int count = cut.num_page_rows + cut.num_ring_rows;
+            if constexpr (KIND == PLAN_PACKED) count = pass == 0 ? cut.num_long : cut.num_short;
             int end = count; // of this lane's items, once those of the lanes before it are added
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
@@ -193,9 +195,14 @@ __device__ inline Item find_packed_item(const DecodeArgs& args, int index, int l
             const unsigned found = __ballot_sync(kAllLanes, index < end && index >= end - count);
             if (found != 0) {
                 const int owner = __ffs(static_cast<int>(found)) - 1, i = index - (end - count);
-                const Item item = pass == 0 ? long_item(cut, first + lane, i) : short_item(cut, first + lane, i);
+                Item item;
+                if constexpr (KIND == PLAN_PACKED)
+                    item = pass == 0 ? long_item(cut, first + lane, i) : short_item(cut, first + lane, i);
+                else
+                    item = row_item<PAGE_CHUNK>(cut, first + lane, i);
+                const int kind = KIND == PLAN_PACKED ? kPackedPages : __shfl_sync(kAllLanes, item.kind, owner);
                 return {__shfl_sync(kAllLanes, item.sequence, owner), __shfl_sync(kAllLanes, item.first, owner),
-                        __shfl_sync(kAllLanes, item.count, owner), kPackedPages};
+                        __shfl_sync(kAllLanes, item.count, owner), kind};
             }
             index -= __shfl_sync(kAllLanes, end, 31);
         }
