@@ -336,7 +336,7 @@ def test_16385_tokens(cell_of: Build, source: str) -> None:
 
 @pytest.mark.parametrize("row_type", DTYPES)
 def test_a_large_score_does_not_erase_the_rest(cell_of: Build, row_type: str) -> None:
-    """Token 0 takes nearly all of its warp's softmax, but its values are 0: what remains are 15 rows of p near 2^-21."""
+    """Token 0 takes nearly all of its warp's softmax, but its values are 0: there remain 15 rows of p near 2^-21."""
     case = Case("dense", 128, row_type, (16,), kv_heads=1, group=1, seed=new_seed())
     memory = Memory(case)
     direction = memory.q[0, 0, 0].float() / memory.q[0, 0, 0].float().norm()
