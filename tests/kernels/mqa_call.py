@@ -252,7 +252,8 @@ class Call:
         return torch.cat(outs, dim=1), torch.cat(logs, dim=1)
 
     def errors(self, i: int) -> tuple[float, float]:
-        """Of sequence i: the largest |out - reference| / |reference| of a vector, and the largest difference of lse.
+        """Of sequence i: the largest |out - reference| / |reference| of a vector, and the largest difference of lse, as
+        a part of lse where that is above 1.
 
         Where anything is not finite, the first is infinite.
         """
@@ -261,4 +262,6 @@ class Call:
         if not bool(out.isfinite().all() and lse.isfinite().all()):
             return float("inf"), float("inf")
         scale = want.norm(dim=-1).clamp(min=1e-3 * self.case.norm * WIDTH**0.5)
-        return float(((out - want).norm(dim=-1) / scale).max()), float((lse - want_lse).abs().max())
+        return float(((out - want).norm(dim=-1) / scale).max()), float(
+            ((lse - want_lse).abs() / want_lse.abs().clamp(min=1)).max()
+        )
