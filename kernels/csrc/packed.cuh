@@ -16,6 +16,10 @@
 // two unsigned bytes, again in adjacent columns; so sums over 32 tokens are exact, and out grows in f32. m moves only when
 // a tile's top exceeds it by 2^60.
 //
+// Launch: kThreads threads, kSharedBytes of dynamic shared memory, kCtas CTAs an SM (all numbers: kernels/decode_tiling.py);
+// programmatically dependent on prepare, or plainly. Page planes, strides and scale offsets: multiples of 16 bytes; for
+// D <= 128 the scales of a head lie right behind its codes.
+//
 // A result depends on nothing but the item: warps are told apart by the stages of the item that they had, not by their
 // place in the CTA, whose groups begin where the last item ended.
 #pragma once

@@ -16,7 +16,7 @@ from kernels.widths import COMPILED_WIDTHS, PRESETS
 from tests.kernels.emulator import Emulator, needs_compiler
 from tests.kernels.packed_call import PAGE, ROW_CHUNK, Call, Case
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.slow]  # g++ takes some seconds for each cell
 
 ERRORS = {"f16": 6e-4, "bf16": 4e-3}  # of a vector, relative: two roundings to the dtype
 CellOf = Callable[..., Emulator]
