@@ -4,6 +4,7 @@
     python3 -m tests.bench.bench_kernels --list
     python3 -m tests.bench.bench_kernels --only decode-long,seal --records FILE --commit SHA
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \\
+        $(printf -- ' --kernel-name kernel_substring=%s' prepare_ attend_ merge_ seal_ restore_) \\
         python3 -m tests.bench.bench_kernels --corners-small            likewise racecheck, synccheck
 
 Three lists of cases: correctness (every kind of page), corners, performance (kernel_cases.py, kernel_prefill.py,
@@ -118,7 +119,12 @@ def _needs_a_gpu() -> dict[str, Any]:
 
 
 def small_entries(device: torch.device) -> list[Entry]:
-    return [Entry(case.name, "corners", partial(run_case, case, device)) for case in kernel_cases.small_corners()]
+    found = [Entry(case.name, "corners", partial(run_case, case, device)) for case in kernel_cases.small_corners()]
+    if device.type == "cuda":
+        for pages in kernel_pages.small_cases():
+            found.append(Entry(f"seal-{pages.name}", "corners", partial(kernel_pages.check_seal, pages, device)))
+            found.append(Entry(f"restore-{pages.name}", "corners", partial(kernel_pages.check_restore, pages, device)))
+    return found
 
 
 def run_entries(chosen: Sequence[Entry], report: Report, deadline: float) -> bool:
@@ -196,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = _facts(device, options.seed, options.commit)
     print(json.dumps(facts), flush=True)
     if device.type == "cuda":
-        _build(device)
+        _build(device, small=options.corners_small)
     machine = None
     needs_machine = device.type == "cuda" and not options.corners_small
     everything = small_entries(device) if options.corners_small else entries(device, None)
@@ -219,11 +225,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if report.failed else 0 if whole else 3
 
 
-def _build(device: torch.device) -> None:
-    """Compile what any case needs, in all processes that this machine has: one by one it would take minutes."""
-    arch = loader.arch_of(device)
-    timed = [timed.case for timed in kernel_cases.performance()]
-    cases = [*kernel_cases.correctness(), *kernel_cases.corners(), *kernel_cases.small_corners(), *timed]
+def _build(device: torch.device, *, small: bool) -> None:
+    """Compile what any case needs, in a process for each CPU of this machine: one by one it would take minutes."""
+    arch, cases = loader.arch_of(device), kernel_cases.small_corners()
+    if not small:
+        timed = [timed.case for timed in kernel_cases.performance()]
+        cases = [*kernel_cases.correctness(), *kernel_cases.corners(), *timed]
     cells = dict.fromkeys(decode_cell(case.shape, arch) for case in cases)
     cells |= dict.fromkeys(cell for cell in DECLARED if not cell.tensor_kernels)  # codec and pages
     started = time.monotonic()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from kernels.widths import PRESETS
 from tests.bench.kernel_cases import PAGE
 from tests.bench.kernel_inputs import pack_rows, unpacked
 from tests.bench.kernel_performance import Machine
+from tests.bench.kernel_timing import Call
 
 CHECKED = 5  # pages
 MAX_SCALE_ULPS = 2  # as tests/kernels/device_check.py allows
@@ -57,6 +59,17 @@ def cases() -> list[PagesCase]:
         PagesCase("d128-tq3v2", "tq3v2", 128),
         PagesCase("d128-fp8", "fp8", 128),
         PagesCase("d128-step", "tq4", 128, layers=32, pages=32),  # what one step of 32 sequences seals at most
+    ]
+
+
+def small_cases() -> list[PagesCase]:
+    """Sizes for compute-sanitizer."""
+    small = PagesCase("small", "tq4v3", 128, kv_heads=2, layers=1, pages=3)
+    return [
+        small,
+        replace(small, name="small-d64", mode="tq3v2", dim=64),
+        replace(small, name="small-d512", dim=512, kv_heads=1, shared=True, mode="tq4"),
+        replace(small, name="small-fp8", mode="fp8"),
     ]
 
 
@@ -113,34 +126,48 @@ def _codecs(case: PagesCase) -> tuple[str, ...]:
 
 
 def measure_seal(case: PagesCase, machine: Machine) -> dict[str, Any]:
-    own = _Group.make(case, machine.device)
-    checksums = torch.zeros(case.pages, dtype=torch.int64, device=machine.device)
-    flag = torch.full((1,), NO_BAD_ROW, dtype=torch.int64, device=machine.device)
-    seal_pages(own.group, own.table, checksums, flag)
-    facts = _check_sealed(own, checksums, flag)
-    if not facts["ok"]:
-        return facts
-    return facts | _rate("seal", own, machine, lambda: seal_pages(own.group, own.table, checksums, flag))
+    facts, own, call = _seal(case, machine.device)
+    return facts | _rate("seal", own, machine, call) if facts["ok"] else facts
 
 
 def measure_restore(case: PagesCase, machine: Machine) -> dict[str, Any]:
-    own = _Group.make(case, machine.device)
+    facts, own, call = _restore(case, machine.device)
+    return facts | _rate("restore", own, machine, call) if facts["ok"] else facts
+
+
+def check_seal(case: PagesCase, device: torch.device) -> dict[str, Any]:
+    return _seal(case, device)[0]
+
+
+def check_restore(case: PagesCase, device: torch.device) -> dict[str, Any]:
+    return _restore(case, device)[0]
+
+
+def _seal(case: PagesCase, device: torch.device) -> tuple[dict[str, Any], _Group, Call]:
+    own = _Group.make(case, device)
+    checksums = torch.zeros(case.pages, dtype=torch.int64, device=device)
+    flag = torch.full((1,), NO_BAD_ROW, dtype=torch.int64, device=device)
+    call = partial(seal_pages, own.group, own.table, checksums, flag)
+    call()
+    return _check_sealed(own, checksums, flag), own, call
+
+
+def _restore(case: PagesCase, device: torch.device) -> tuple[dict[str, Any], _Group, Call]:
+    own = _Group.make(case, device)
     wanted = []
     for region, rows in enumerate(own.rows):
         packed = own.planes(region, own.arena)
         _write(packed, own.page_ids, rows)
         wanted.append(unpacked(packed, own.page_ids[:CHECKED]).to(torch.bfloat16))
         rows.fill_(float("nan"))
-    restore_pages(own.group, own.table)
+    call = partial(restore_pages, own.group, own.table)
+    call()
     wrong = 0
     for rows, want in zip(own.rows, wanted, strict=True):
-        got = rows[: CHECKED * PAGE]
+        got = rows[: len(want)]
         wrong += int((got.contiguous().view(torch.int16) != want.contiguous().view(torch.int16)).sum())
         wrong += int((~rows.isfinite()).sum())
-    facts: dict[str, Any] = {"ok": wrong == 0, "values_wrong": wrong, "error": 0.0}
-    if wrong:
-        return facts
-    return facts | _rate("restore", own, machine, lambda: restore_pages(own.group, own.table))
+    return {"ok": wrong == 0, "values_wrong": wrong, "error": 0.0}, own, call
 
 
 def _write(region: PackedRegion, page_ids: Tensor, rows: Tensor) -> None:
@@ -152,11 +179,11 @@ def _write(region: PackedRegion, page_ids: Tensor, rows: Tensor) -> None:
 
 def _check_sealed(own: _Group, checksums: Tensor, flag: Tensor) -> dict[str, Any]:
     """Pages of the codec's own kernel, byte for byte; where one differs, by how much its rows do. Others untouched."""
-    expected = torch.zeros_like(own.arena[:CHECKED])
-    places = torch.arange(CHECKED, device=expected.device)
-    for region, rows in enumerate(own.rows):
-        _write(own.planes(region, expected), places, rows[: CHECKED * PAGE])
     sealed = own.arena[own.page_ids[:CHECKED]]
+    expected = torch.zeros_like(sealed)
+    places = torch.arange(len(expected), device=expected.device)
+    for region, rows in enumerate(own.rows):
+        _write(own.planes(region, expected), places, rows[: len(expected) * PAGE])
     differ = int((sealed != expected).sum())
     unused = torch.ones(len(own.arena), dtype=torch.bool, device=own.arena.device)
     unused[own.page_ids] = False
@@ -169,7 +196,7 @@ def _check_sealed(own: _Group, checksums: Tensor, flag: Tensor) -> dict[str, Any
     return {"ok": ok, "error": share, "bytes_differ": differ, "checksums": same_sums, "others_untouched": untouched}
 
 
-def _rate(verb: str, own: _Group, machine: Machine, call: Any) -> dict[str, Any]:
+def _rate(verb: str, own: _Group, machine: Machine, call: Call) -> dict[str, Any]:
     times = machine.timer.time(call, cold=True)
     case, moved = own.case, own.bytes_moved
     rates = [moved / ms / 1e9 for ms in times.values]
