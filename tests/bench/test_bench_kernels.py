@@ -14,7 +14,7 @@ import torch
 from kernels.decode import DecodeLayer
 from kernels.decode_cells import decode_cell
 from kernels.decode_workspace import DecodeLimits
-from tests.bench import bench_kernels, kernel_cases, kernel_checks
+from tests.bench import bench_kernels, kernel_cases, kernel_checks, kernel_performance
 from tests.bench.kernel_cases import Case, Timed, for_cpu
 from tests.bench.kernel_engines import Engine, Reference
 from tests.bench.kernel_inputs import Inputs, make
@@ -197,7 +197,8 @@ def test_infinities_and_nan_are_compared_by_place_first() -> None:
     assert compare(torch.ones(3), torch.zeros(3))["error"] > 1e100
 
 
-def test_a_record_has_what_records_need() -> None:
+def test_a_record_has_what_records_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_performance, "arch_of", lambda device: "sm_90a")
     timed = Timed(CASE, 0.3, 0.2)
     facts = _timed_facts(CASE, Times([0.25, 0.2, 0.28], 0.19), 0.15, "bytes", ("cuDNN SDPA", 0.9), 1e-3, timed)
     record = facts["record"]

@@ -21,10 +21,11 @@ namespace cta {
 
 constexpr size_t kStackBytes = size_t{1} << 18; // touched pages alone take memory
 
-// The high end of stack `number`. A page that faults lies below each. Stacks are kept for later launches.
+inline std::vector<char*> stacks;
+inline const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+
+// The high end of stack `number`. A page that faults lies below each. Stacks are kept for further launches of a call.
 inline char* stack_top(size_t number) {
-    static std::vector<char*> stacks;
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     while (stacks.size() <= number) {
         void* memory = mmap(nullptr, page + kStackBytes, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -36,6 +37,12 @@ inline char* stack_top(size_t number) {
     }
     // Tops at different offsets of a page: equal ones would all compete for the same few cache sets.
     return stacks[number] + page + kStackBytes - number * 320 % 4096 / 64 * 64;
+}
+
+// A process may have 65,530 mappings: the stacks of thirty libraries would be too many.
+inline void release_stacks() {
+    for (char* memory : stacks) munmap(memory, page + kStackBytes);
+    stacks.clear();
 }
 
 #if defined(__x86_64__) && !defined(CTA_UCONTEXT)

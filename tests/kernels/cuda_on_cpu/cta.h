@@ -284,4 +284,7 @@ extern "C" __attribute__((used)) inline void cta_begin(unsigned long long seed, 
     cta::time_limit_s = time_limit_s;
     cta::error.clear();
 }
-extern "C" __attribute__((used)) inline const char* cta_error() { return cta::error.c_str(); }
+extern "C" __attribute__((used)) inline const char* cta_error() { // the end of a call
+    cta::release_stacks();
+    return cta::error.c_str();
+}
