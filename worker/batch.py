@@ -288,8 +288,9 @@ def _tail_group(group: LayerGroup, tail_tokens: int, located: Sequence[tuple[Spa
     places, decode, slots, rows = [], [], [], []
     for span, piece in located:
         slot = piece.tail_slots[group.name]
-        page_ids = torch.tensor(piece.pages.get(group.name, ()), dtype=torch.int64)
-        places.append(Place(page_ids, piece.bases.get(group.name, 0), slot))
+        table, base = piece.pages.get(group.name, ()), piece.bases.get(group.name, 0)
+        _demand_held(group, span, table, base)
+        places.append(Place(torch.tensor(table, dtype=torch.int64), base, slot))
         if span.num_rows == 1:
             decode.append(span.first_row)
             slots.append(slot)
@@ -302,6 +303,19 @@ def _tail_group(group: LayerGroup, tail_tokens: int, located: Sequence[tuple[Spa
         )
     write_rows, write_to, write_at = (torch.tensor(values, dtype=torch.int64) for values in (decode, slots, rows))
     return GroupBatch(tuple(places), write_rows, write_to, write_at)
+
+
+def _demand_held(group: LayerGroup, span: Span, table: Sequence[int], base: int) -> None:
+    """No page that the span reads was freed: a kernel on a GPU would read whatever lies before the arena."""
+    if not group.retained_window:
+        return
+    first = max(0, span.start - group.retained_window + 1) // PAGE_TOKENS
+    if -1 in table[first : base // PAGE_TOKENS]:
+        raise InternalError(
+            f"a page inside the window of layer group {group.name!r} was freed",
+            given=f"pages {list(table[first : base // PAGE_TOKENS])} from page {first} on",
+            allowed="pages that the sequence holds",
+        )
 
 
 def tile_rows(count: int) -> int:

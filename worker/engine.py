@@ -31,6 +31,7 @@ from protos.errors import (
 )
 from protos.page_hash import PAGE_TOKENS
 from worker.config import WorkerConfig
+from worker.gpu_kernels import naming_kernels
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView
 from worker.model_runner import ModelRunner
@@ -59,8 +60,9 @@ class Engine:
         on_failed: called once, from the engine thread, with the error that stopped the engine.
 
     Raises:
-        PreconditionFailed: deterministic mode does not hold on this machine (NOT_DETERMINISTIC).
-        ConfigError: the arenas do not fit the model's geometry.
+        PreconditionFailed: deterministic mode does not hold on this machine (NOT_DETERMINISTIC); or a GPU's kernels
+            cannot be loaded (GPU_KERNELS_NOT_READY).
+        ConfigError: the arenas do not fit the model's geometry; or a GPU has no kernels for the model (NO_GPU_KERNEL).
     """
 
     def __init__(
@@ -77,9 +79,9 @@ class Engine:
         self._emit = emit
         self._on_failed = on_failed
         torch.set_num_threads(config.num_threads)
-        with torch.inference_mode():
+        with torch.inference_mode(), naming_kernels(f"model {model.info.name}"):
             kv = KvView(model.geometry, attachment.arenas, attachment.tails)
-            on_gpu = GpuPages(kv) if kv.device.type != "cpu" else None
+            on_gpu = GpuPages(kv) if config.on_gpu else None
             self._runner = ModelRunner(
                 model.network,
                 kv,

@@ -1,4 +1,4 @@
-"""Sealing, refilling and restoring on a GPU: all regions of a layer group in one launch of the kernels.
+"""Sealing and refilling on a GPU: all regions of a layer group in one launch of the kernels.
 
 ``worker.kv_moves`` says what is due; here it becomes tables in device memory. Checksums come back with the launch that
 wrote the pages, because the store cannot read them.
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.attention import PackedRegion
+from kernels import loader
 from kernels.pages_cuda import (
     NO_BAD_ROW,
     PageGroup,
@@ -25,7 +25,7 @@ from kernels.pages_cuda import (
     seal_pages,
 )
 from kvstore.geometry import LayerGroup
-from protos.page_hash import PAGE_TOKENS
+from protos.errors import InternalError
 from worker.kv_view import KvView, RegionView, Workspace
 
 _WORDS = (1 << 64) - 1  # checksums are unsigned, torch's integers are not
@@ -43,17 +43,16 @@ class GpuPages:
     def __init__(self, kv: KvView) -> None:
         self._views: dict[str, list[RegionView]] = {}
         self._groups: dict[str, PageGroup] = {}
-        self._blocks: dict[tuple[int, int], PageGroup] = {}
         for group in kv.geometry.groups:
             if group.packed:
                 views = [view for view in kv.by_group[group.name] if view.packed is not None]
-                sources = _sources(group, views)
                 self._views[group.name] = views
-                self._groups[group.name] = page_group(kv.page_bytes(group.name), sources)
-                for view, source in zip(views, sources, strict=True):
-                    assert view.packed is not None
-                    self._blocks[_key(view.packed)] = replace(self._groups[group.name], sources=(source,))
-        self._table: tuple[tuple[int, ...], torch.Tensor] | None = None
+                self._groups[group.name] = page_group(kv.page_bytes(group.name), _sources(group, views))
+
+    def load(self) -> None:
+        """Loads the kernels, compiling what no archive has: seconds, before the worker reports ready."""
+        for group in self._groups.values():
+            loader.load(group.cell, group.arena.device.index or 0)
 
     def seal(self, group: str, pages: Sequence[PageRows], workspace: Workspace) -> list[int]:
         """Packs the pages' rows out of tails and workspace; returns the pages' checksums.
@@ -71,7 +70,7 @@ class GpuPages:
         results = torch.zeros(len(pages) + 1, dtype=torch.int64)
         results[-1] = NO_BAD_ROW
         results = results.to(device)
-        seal_pages(due, page_table(due, pages).to(device), results[:-1], results[-1:])
+        seal_pages(due, _table(due, pages), results[:-1], results[-1:])
         *checksums, first_bad_row = results.tolist()
         raise_bad_row(first_bad_row, pages)
         return [checksum & _WORDS for checksum in checksums]
@@ -79,33 +78,13 @@ class GpuPages:
     def refill(self, group: str, pages: Sequence[PageRows]) -> None:
         """Unpacks tokens [begin, end) of the pages into the tail rings that they name."""
         due = self._groups[group]
-        restore_pages(due, page_table(due, pages).to(due.arena.device))
+        restore_pages(due, _table(due, pages))
 
-    def restore(self, region: PackedRegion, page_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """``kernels.prefill.Restore``: whole pages of one region into ``out`` [pages, 128, heads, dim]."""
-        block = self._blocks[_key(region)]
-        (source,) = block.sources
-        source = replace(source, tail=None, workspace=out.flatten(0, 1))
-        regions = region_table([source]).to(block.arena.device)
-        units = [(0, head, row, 0) for row in range(0, out.shape[1], 32) for head in range(out.shape[2])]
-        block = replace(
-            block,
-            regions=regions,
-            sources=(source,),
-            units=torch.tensor(units, dtype=torch.int32, device=block.arena.device),
-        )
-        restore_pages(block, self._pages_of(block, page_ids))
 
-    def _pages_of(self, group: PageGroup, page_ids: torch.Tensor) -> torch.Tensor:
-        """The table of whole pages one behind the other. All layers of a step ask for the same one."""
-        ids = tuple(page_ids.tolist())
-        if self._table is None or self._table[0] != ids:
-            pages = [
-                PageRows(page, first_token=i * PAGE_TOKENS, workspace_token=i * PAGE_TOKENS)
-                for i, page in enumerate(ids)
-            ]
-            self._table = ids, page_table(group, pages).to(group.arena.device)
-        return self._table[1]
+def _table(group: PageGroup, pages: Sequence[PageRows]) -> torch.Tensor:
+    if any(page.page < 0 for page in pages):  # which the kernels would skip without a word
+        raise InternalError("rows of a page that is not held", given=[page.page for page in pages], allowed="0 or more")
+    return page_table(group, pages).to(group.arena.device)
 
 
 def _sources(group: LayerGroup, views: Sequence[RegionView]) -> list[RegionRows]:
@@ -117,8 +96,3 @@ def _sources(group: LayerGroup, views: Sequence[RegionView]) -> list[RegionRows]
         )
         for view in views
     ]
-
-
-def _key(region: PackedRegion) -> tuple[int, int]:
-    heads = region.planes.heads
-    return heads.data_ptr(), heads.shape[1]

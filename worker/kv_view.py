@@ -127,12 +127,6 @@ class KvView:
             self.regions[key] = RegionView(region, group, dtype, dense.get(key), packed.get(key), rings.get(key))
             self.by_group[group.name].append(self.regions[key])
 
-    @property
-    def device(self) -> torch.device:
-        """Where the rows are."""
-        held = (*self._pages.values(), *self._tail_slots.values())
-        return held[0].device
-
     def view(self, layer: int, kind: str) -> RegionView:
         return self.regions[layer, kind]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView, Workspace
 from worker.models.attention import Attend, attend
+from worker.models.gpu_attention import GpuAttention
 from worker.models.layers import Tiles
 from worker.models.llama import Llama
 from worker.scheduler import Work
@@ -37,11 +39,12 @@ class ModelRunner:
     """The model and the memory it writes to. Used by the engine thread only.
 
     Args:
-        pages: of ``kv``, where it lies on a GPU.
+        pages: of ``kv``, where it lies on a GPU: then the kernels compute there, and are loaded here.
         max_sequences, max_sequence_tokens: the largest step; a GPU's workspaces are made for it.
 
-    Raises (constructor, deterministic mode):
-        PreconditionFailed: NOT_DETERMINISTIC, see ``check_tiles``.
+    Raises (constructor):
+        PreconditionFailed: NOT_DETERMINISTIC, see ``check_tiles``; deterministic mode only.
+        KernelError: what ``GpuAttention`` raises.
     """
 
     def __init__(
@@ -60,17 +63,16 @@ class ModelRunner:
         if deterministic:
             check_tiles(network)
         self._attend: Attend = attend
+        self._on_gpu = pages is not None
         if pages is not None:
-            from worker.models.gpu_attention import GpuAttention  # not before there is a GPU: it needs CuPy
-
             on_gpu = GpuAttention(
                 kv,
-                pages,
                 q_heads=network.config.q_heads,
                 max_sequences=max_sequences,
                 max_sequence_tokens=max_sequence_tokens,
             )
             on_gpu.load()
+            pages.load()
             self._attend = on_gpu
 
     @property
@@ -92,11 +94,17 @@ class ModelRunner:
             for w in work
         ]
         batch = build_batch(spans, self._kv.geometry, deterministic=self._deterministic)
-        if self._network.device.type != "cpu":
-            batch = batch.to(self._network.device)
-        workspace = Workspace(batch)
-        logits = self._network.forward(batch, self._kv, workspace, self._attend)
-        return Step(logits.to("cpu"), workspace, batch.workspace_of_work)
+        with _current(self._network.device):
+            if self._on_gpu:
+                batch = batch.to(self._network.device)
+            workspace = Workspace(batch)
+            logits = self._network.forward(batch, self._kv, workspace, self._attend)
+            return Step(logits.to("cpu"), workspace, batch.workspace_of_work)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU this thread's, which torch does by itself for its own kernels only."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def check_tiles(network: Llama) -> None:

@@ -22,6 +22,7 @@ from protos.errors import ModelError
 from worker import model_config
 from worker.config import WorkerConfig
 from worker.gpu import torch_device
+from worker.gpu_kernels import demand_kernels
 from worker.kv_view import TORCH_DTYPES
 from worker.models.llama import MODEL_TYPES, Llama, LlamaConfig
 
@@ -50,7 +51,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
         ModelError: a file is missing, unreadable or corrupt; a tensor is missing, unexpected or of the wrong shape; the
             model asks for something that is not built.
         ConfigError: ``max_sequence_tokens`` is more than the model's; or the KV mode does not go with the model (what
-            ``apply_mode`` raises), before any weight is read.
+            ``apply_mode`` raises), or a GPU has no kernel for it (NO_GPU_KERNEL), before any weight is read.
     """
     raw = model_config.read_json(config.model / "config.json")
     if raw.get("model_type") not in MODEL_TYPES:
@@ -72,10 +73,11 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
         config.kv_mode,
         config.preset,
         config.dense_layers,
-        compiled_only=device.type != "cpu",
+        compiled_only=config.on_gpu,
     )
-    if device.type != "cpu":  # packed pages in the order of the GPU's kernels
-        geometry = geometry.with_page_layout(FRAGMENTS)
+    if config.on_gpu:
+        demand_kernels(geometry, shapes.q_heads)
+        geometry = geometry.with_page_layout(FRAGMENTS)  # packed pages in the order of the GPU's kernels
     weights, digest = _load_tensors(config.model, shapes, TORCH_DTYPES[dtype], device, progress)
     num_parameters = sum(tensor.numel() for tensor in weights.values())
     return Model(

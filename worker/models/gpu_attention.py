@@ -11,10 +11,9 @@ from kernels.decode import Batch as DecodeBatch
 from kernels.decode import DecodeLayer, DecodeOptions
 from kernels.decode_memory import Pages, Tail
 from kernels.decode_workspace import DecodeLimits, new_workspace
-from kernels.prefill import History, PrefillOptions, Workspace, attend_chunk
+from kernels.prefill import History, KernelRestore, PrefillOptions, Workspace, attend_chunk
 from protos.page_hash import PAGE_TOKENS
 from worker.batch import Batch, Place, Span
-from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView, RegionView
 from worker.models.attention import dense_rows
 
@@ -24,38 +23,28 @@ class GpuAttention:
 
     Args:
         kv: its arenas lie on a GPU; regions "k" and "v" of each layer.
-        pages: of the same memory.
         q_heads: of every layer.
-        max_sequences, max_sequence_tokens: the largest step.
+        max_sequences, max_sequence_tokens: the largest step: its decode rows, and the longest sequence.
 
-    Raises what DecodeLayer raises: a width, dtype or head count without a kernel, by name.
+    Raises what DecodeLayer and KernelRestore raise: a width, dtype or head count without a kernel, by name.
     """
 
-    def __init__(
-        self, kv: KvView, pages: GpuPages, *, q_heads: int, max_sequences: int, max_sequence_tokens: int
-    ) -> None:
+    def __init__(self, kv: KvView, *, q_heads: int, max_sequences: int, max_sequence_tokens: int) -> None:
         self._limits = DecodeLimits(max_sequences, -(-max_sequence_tokens // PAGE_TOKENS))
-        self._q_heads, self._pages = q_heads, pages
-        self._layers: dict[int, DecodeLayer] = {}
-        for (layer, kind), view in kv.regions.items():
-            if kind == "k":
-                self._layers[layer] = self._layer(view, kv.view(layer, "v"))
-        first = next(iter(self._layers.values()))
-        self._decode_workspace = new_workspace(
-            max(layer.workspace_bytes for layer in self._layers.values()), first.device
-        )
+        self._q_heads = q_heads
+        views = {layer: (view, kv.view(layer, "v")) for (layer, kind), view in kv.regions.items() if kind == "k"}
+        self._layers = {layer: self._layer(k, v) for layer, (k, v) in views.items()}
+        device = next(iter(self._layers.values())).device
+        workspace = new_workspace(max(layer.workspace_bytes for layer in self._layers.values()), device)
         for decode in self._layers.values():
-            decode.use_workspace(self._decode_workspace)
-        views = [kv.view(layer, "k") for layer in self._layers]
-        widest = max(views, key=lambda view: view.region.heads * view.region.dim)
-        self._prefill_workspace = Workspace(
-            widest.region.heads, widest.region.dim, widest.dtype, self._decode_workspace.device
-        )
-
-    @property
-    def num_bytes(self) -> dict[str, int]:
-        """Workspaces by name, for the ledger."""
-        return {"decode": self._decode_workspace.numel(), "prefill": self._prefill_workspace.num_bytes}
+            decode.use_workspace(workspace)
+        widest = max((k for k, _ in views.values()), key=lambda view: view.region.heads * view.region.dim)
+        self._prefill_workspace = Workspace(widest.region.heads, widest.region.dim, widest.dtype, device)
+        self._restores = {
+            layer: KernelRestore(k.packed, v.packed, self._prefill_workspace)
+            for layer, (k, v) in views.items()
+            if k.packed is not None and v.packed is not None
+        }
 
     def load(self) -> None:
         """Loads every kernel, compiling what no archive has: seconds, before the worker reports ready."""
@@ -131,7 +120,7 @@ class GpuAttention:
             history=history,
             options=PrefillOptions(q.shape[-1] ** -0.5, window),
             workspace=self._prefill_workspace,
-            restore=self._pages.restore,
+            restore=self._restores.get(k_view.region.layer),
         )
 
 
