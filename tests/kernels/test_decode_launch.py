@@ -14,6 +14,7 @@ from kernels.compiler import SOURCE_DIR
 from kernels.decode_cells import DecodeShape
 from kernels.decode_launch import decode_launch as launch_of
 from kernels.decode_tiling import MERGE_THREADS, PROFILE_SLOTS
+from kernels.phase_profile import SLOTS
 from kernels.widths import COMPILED_WIDTHS
 from tests.kernels.emulator import HEADER_DIR, needs_compiler
 
@@ -24,6 +25,7 @@ ROWS = {
     "kRowCtasPerSm": decode_launch.ROW_CTAS_PER_SM,
     "kPageChunk": decode_launch.ROW_PAGE_CHUNK,
     "kMergeThreads": MERGE_THREADS,
+    "kRowProfileSlots": len(SLOTS["decode_rows.cu"]),
     "kLongPages": decode_workspace.LONG_SPLIT,
     "kShortPages": decode_workspace.SHORT_SPLIT,
     "kShortRegion": decode_workspace.SHORT_REGION,
@@ -38,11 +40,12 @@ ROWS = {
 MQA = {
     "kMqaThreads": decode_launch.MQA_THREADS,
     "kMqaVectors": decode_launch.MQA_VECTORS,
+    "kMqaProfileSlots": len(SLOTS["decode_mqa.cu"]),
     "kMqaSharedBytes": decode_launch.MQA_SHARED_BYTES,
     "kQueryImageBytes": decode_launch.MQA_IMAGE_BYTES,
 }
 PACKED = {
-    "kProfileSlots": len(PROFILE_SLOTS),
+    "kProfileSlots": len(SLOTS["decode_packed.cu"]),
     **{f"QueryBlock<{w}, {c}>::kBytes": w * 2 * c + 8 * c for w in COMPILED_WIDTHS for c in (4, 8)},
 }
 
@@ -63,6 +66,10 @@ def test_constants_are_those_of_the_sources(
     subprocess.run(["g++", *options, str(program), "-o", str(tmp_path / "constants")], check=True, timeout=200)
     out = subprocess.run([tmp_path / "constants"], capture_output=True, text=True, check=True, timeout=30).stdout
     assert dict(map(json.loads, out.splitlines())) == constants
+
+
+def test_a_ctas_slots_have_room_in_the_workspace() -> None:
+    assert {len(slots) for slots in SLOTS.values()} == {len(PROFILE_SLOTS)}
 
 
 def test_every_shared_memory_fits_an_sm_of_its_arch() -> None:
