@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from worker.batch import Batch, Span
+from worker.batch import DECODE_TILE, Batch, Span
 from worker.kv_view import TORCH_DTYPES
 from worker.models.deepseek_v4 import DeepseekV4
 from worker.models.deepseek_v4_config import (
@@ -221,8 +221,11 @@ class MemoryRows:
                     held.forget(self.lengths[sequence] - size, held.end)
 
 
-def make_batch(work: Sequence[tuple[int, Sequence[int]]], *, padding: int = 0) -> Batch:
-    """Spans of (start, token ids) and padding rows behind them; logits of every row of a span."""
+def make_batch(work: Sequence[tuple[int, Sequence[int]]], *, padding: int = 0, deterministic: bool = False) -> Batch:
+    """Spans of (start, token ids) and padding rows behind them; logits of every row of a span.
+
+    ``deterministic``: in tiles of 8 rows, the last one padded.
+    """
     spans: list[Span] = []
     token_ids: list[int] = []
     positions: list[int] = []
@@ -231,19 +234,25 @@ def make_batch(work: Sequence[tuple[int, Sequence[int]]], *, padding: int = 0) -
         token_ids += tokens
         positions += range(start, start + len(tokens))
     num_rows = len(token_ids)
-    everything = ((0, num_rows + padding),)
+    logit_rows = list(range(num_rows))
+    if deterministic:
+        padding = -num_rows % DECODE_TILE
+        logit_rows += [0] * padding
+    all_rows = num_rows + padding
+    tiles = tuple((a, a + DECODE_TILE) for a in range(0, all_rows, DECODE_TILE)) if deterministic else ((0, all_rows),)
     return Batch(
         token_ids=torch.tensor(token_ids + [0] * padding),
         positions=torch.tensor(positions + [0] * padding),
-        tiles=everything,
+        tiles=tiles,
         spans=tuple(spans),
         padded=padding > 0,
         groups={},
         workspace_rows=torch.empty(0, dtype=torch.int64),
         workspace_of_work=(),
-        logit_rows=torch.arange(num_rows),
-        logit_tiles=((0, num_rows),),
+        logit_rows=torch.tensor(logit_rows),
+        logit_tiles=tiles if deterministic else ((0, num_rows),),
         num_logits=num_rows,
+        deterministic=deterministic,
     )
 
 
@@ -254,9 +263,12 @@ class Driver:
         self.model = DeepseekV4(config, dict(weights))
         self.rows = MemoryRows(config, **rows)
 
-    def step(self, work: Sequence[tuple[int, Sequence[int]]], *, padding: int = 0) -> list[torch.Tensor]:
+    def step(
+        self, work: Sequence[tuple[int, Sequence[int]]], *, padding: int = 0, deterministic: bool = False
+    ) -> list[torch.Tensor]:
         """(sequence, new tokens) each -> logits [new tokens, vocab_size] each."""
-        batch = make_batch([(self.rows.lengths[sequence], tokens) for sequence, tokens in work], padding=padding)
+        spans = [(self.rows.lengths[sequence], tokens) for sequence, tokens in work]
+        batch = make_batch(spans, padding=padding, deterministic=deterministic)
         self.rows.begin(batch, [sequence for sequence, _ in work])
         with torch.inference_mode():
             logits = self.model.forward(batch, self.rows)

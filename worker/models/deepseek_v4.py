@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from protos.errors import ModelError
 from worker.batch import Batch
 from worker.models.deepseek_v4_attention import AttentionWeights, IndexerWeights, LayerRope, attention, normed
 from worker.models.deepseek_v4_compressor import CompressorWeights
@@ -50,6 +51,9 @@ class DeepseekV4:
         config: parsed shapes.
         weights: every tensor of ``config.tensors()`` without quantisation, float32 where ``kept_in_float32`` says so;
             taken out as they are used, so that fusing needs little room.
+
+    Raises (constructor):
+        ModelError: BAD_TENSOR, a table of experts names one that is not there.
     """
 
     def __init__(self, config: DeepseekV4Config, weights: Weights) -> None:
@@ -115,7 +119,7 @@ class DeepseekV4:
 
     def _ropes(self, batch: Batch) -> dict[int, LayerRope]:
         return {
-            ratio: LayerRope(frequencies, rotation(frequencies, batch.positions))
+            ratio: LayerRope(frequencies, rotation(frequencies, batch.positions, deterministic=batch.deterministic))
             for ratio, frequencies in self.frequencies.items()
         }
 
@@ -204,6 +208,13 @@ def _take_moe(weights: Weights, at: str, config: DeepseekV4Config) -> MoeWeights
         return torch.cat((weights.pop(f"{at}{name}.w1.weight"), weights.pop(f"{at}{name}.w3.weight")))
 
     bias, table = weights.pop(at + "gate.bias", None), weights.pop(at + "gate.tid2eid", None)
+    if table is not None and not 0 <= int(table.min()) <= int(table.max()) < config.num_experts:
+        raise ModelError(
+            f"tensor {at}gate.tid2eid names experts that are not there",
+            reason="BAD_TENSOR",
+            given=f"{int(table.min())} to {int(table.max())}",
+            allowed=f"0 to {config.num_experts - 1}",
+        )
     experts = [f"experts.{expert}" for expert in range(config.num_experts)]
     return MoeWeights(
         gate=weights.pop(at + "gate.weight").float(),

@@ -101,7 +101,7 @@ def attention(
     for number, span in enumerate(batch.spans):
         at = SpanRows(rows, number, span, layer)
         parts = [_attend_window(step, at, config)]
-        if at.end // (weights.compressor.ratio if weights.compressor else at.end + 1):
+        if weights.compressor is not None and at.end >= weights.compressor.ratio:
             parts.append(_attend_compressed(step, at, weights, config, rope))
         at.own(out)[:] = merge(parts, weights.sink)
     return _project_out(rotate_last(out, rope.step.inverse).to(x.dtype), weights, config, batch.tiles)

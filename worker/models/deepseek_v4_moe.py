@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from worker.batch import DECODE_TILE, Batch
 from worker.models.deepseek_v4_config import DeepseekV4Config
-from worker.models.layers import Tiles, linear
+from worker.models.deepseek_v4_pieces import by_rows
+from worker.models.layers import Tiles, linear, swiglu
 
 
 class MoeWeights(NamedTuple):
@@ -33,15 +34,16 @@ class MoeWeights(NamedTuple):
 
 
 def route(
-    x: torch.Tensor, token_ids: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, tiles: Tiles
+    x: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [R, hidden] of tokens [R] -> experts [R, K] int64 and their weights [R, K] float32.
+    """x [R, hidden] -> experts [R, K] int64 and their weights [R, K] float32.
 
     Of equal affinities the lower expert is chosen.
     """
-    affinity = F.softplus(linear(x.float(), weights.gate, None, tiles)).sqrt()
+    logits = linear(x.float(), weights.gate, None, batch.tiles)
+    affinity = by_rows(F.softplus, logits, deterministic=batch.deterministic).sqrt()
     if weights.table is not None:
-        experts = weights.table[token_ids]
+        experts = weights.table[batch.token_ids]
     else:
         assert weights.bias is not None
         order = (affinity + weights.bias).sort(dim=-1, descending=True, stable=True).indices
@@ -50,16 +52,17 @@ def route(
     return experts, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * config.routed_scale
 
 
-def clamped_swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+def clamped_swiglu(gate_up: torch.Tensor, limit: float, *, deterministic: bool) -> torch.Tensor:
     """silu(min(gate, limit)) * clamp(up, -limit, limit) of [R, 2 I] -> [R, I] float32: gate is not bounded below."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return swiglu(gate.clamp(max=limit), up.clamp(-limit, limit), deterministic=deterministic)
 
 
 def moe(x: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, batch: Batch) -> torch.Tensor:
     """x [R, hidden] -> [R, hidden] in x's dtype: the routed experts' weighted sum plus the shared expert."""
-    experts, shares = route(x, batch.token_ids, weights, config, batch.tiles)
-    gated = clamped_swiglu(linear(x, weights.shared_up, None, batch.tiles), config.swiglu_limit)
+    experts, shares = route(x, weights, config, batch)
+    gate_up = linear(x, weights.shared_up, None, batch.tiles)
+    gated = clamped_swiglu(gate_up, config.swiglu_limit, deterministic=batch.deterministic)
     out = linear(gated.to(x.dtype), weights.shared_down, None, batch.tiles).float()
     for expert in sorted({*experts.flatten().tolist()}):  # in rising order: a row's sum has one order in every batch
         rows, slots = (experts == expert).nonzero(as_tuple=True)
@@ -77,6 +80,7 @@ def _expert(
         padding = -num_rows % DECODE_TILE
         x, shares = F.pad(x, (0, 0, 0, padding)), F.pad(shares, (0, padding))
         tiles = tuple((first, first + DECODE_TILE) for first in range(0, len(x), DECODE_TILE))
-    gated = clamped_swiglu(linear(x, weights.up[expert], None, tiles), config.swiglu_limit)
+    gate_up = linear(x, weights.up[expert], None, tiles)
+    gated = clamped_swiglu(gate_up, config.swiglu_limit, deterministic=batch.deterministic)
     gated = (gated * shares.unsqueeze(-1)).to(x.dtype)
     return linear(gated, weights.down[expert], None, tiles)[:num_rows].float()

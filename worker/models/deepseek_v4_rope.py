@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from worker.models.deepseek_v4_config import DeepseekV4Config, Yarn
+from worker.models.deepseek_v4_pieces import by_rows
 
 
 class Rotation(NamedTuple):
@@ -51,10 +52,11 @@ def frequencies(dim: int, theta: float, yarn: Yarn | None) -> torch.Tensor:
     return inverse / yarn.factor * slow + inverse * (1 - slow)
 
 
-def rotation(inverse_frequencies: torch.Tensor, positions: torch.Tensor) -> Rotation:
-    """Positions [R] of any integer dtype, below 2^24."""
+def rotation(inverse_frequencies: torch.Tensor, positions: torch.Tensor, *, deterministic: bool = False) -> Rotation:
+    """Of positions [R], any integer dtype, below 2^24. ``deterministic``: see ``by_rows``."""
     angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies
-    return Rotation(angles.cos(), angles.sin())
+    cos, sin = (by_rows(function, angles, deterministic=deterministic) for function in (torch.cos, torch.sin))
+    return Rotation(cos, sin)
 
 
 def rotate_last(x: torch.Tensor, by: Rotation) -> torch.Tensor:
