@@ -50,7 +50,8 @@ def pack(rows: Tensor) -> Fp8Rows:
     x = rows.to(torch.float32)
     amax = x.abs().amax(-1, keepdim=True)
     zero = amax < ZERO_NORM
-    scale = torch.where(zero, 0.0, amax / E4M3_MAX)
+    # A tensor, because torch multiplies by the reciprocal of a number on a GPU, which is not the quotient's rounding.
+    scale = torch.where(zero, 0.0, amax / amax.new_tensor(E4M3_MAX))
     codes = _to_e4m3(torch.where(zero, 0.0, x / scale)).contiguous()
     return Fp8Rows(codes, scale)
 
