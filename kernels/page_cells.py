@@ -10,7 +10,7 @@ WARPS = 4  # of a CTA: kRowWarpsOfCta in csrc/seal.cuh
 GROUP_ROWS = 32  # rows of a unit: kGroupRows in csrc/page_rows.cuh
 _LANE_VALUES = 128  # of a row in one lane's registers
 _ELEMENT_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
-_CTAS_PER_SM = {64: 4, 128: 3, 256: 3, 512: 3}  # as many as registers allow without much spilling
+_CTAS_PER_SM = {64: 4, 128: 3, 256: 2, 512: 2}  # as many as registers allow with next to no spilling on any arch
 
 
 def seal_cell(width: int, row_type: str) -> Cell:

@@ -161,6 +161,14 @@ def make_case(dim: int, kinds: str, bits: tuple[int, ...], dtype: torch.dtype, h
     return Case(page_group(arena, regions), layout, dim)
 
 
+def new_seed() -> int:
+    """Of torch's generator and of the emulator, printed."""
+    seed = int(torch.seed() % 2**31)
+    torch.manual_seed(seed)
+    print(f"seed {seed}")
+    return seed
+
+
 def random_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Gaussian rows of many norms, and among them zero, one-hot, constant, tiny and huge ones."""
     rows = torch.randn(shape) * torch.exp(2 * torch.randn(*shape[:-1], 1))
@@ -177,7 +185,8 @@ def random_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if dtype == torch.float16:
         flat.clamp_(-65000, 65000)
     else:
-        special += [torch.randn(d) * 1e30, torch.randn(d) * 1e-30, torch.randn(d) * torch.exp(20 * torch.randn(d))]
+        uneven = torch.randn(d) * torch.exp(20 * torch.randn(d))
+        special += [torch.randn(d) * 1e30, torch.randn(d) * 1e-30, uneven.clamp(-1e34, 1e34)]
     for i in range(len(flat) // 11):
         flat[11 * i + 3] = special[i % len(special)]
     return rows.to(dtype)
@@ -283,8 +292,7 @@ def seal_and_restore(emulator: Emulator, case: Case, seed: int) -> None:
 @pytest.mark.parametrize("width", COMPILED_WIDTHS)
 @pytest.mark.parametrize(("kinds", "bits"), [("kv", (4, 4)), ("vk", (3, 2)), ("kv", (3, 2)), ("rrr", (2, 3, 4))])
 def test_pages_of_bf16_rows(emulator_of: EmulatorOf, width: int, kinds: str, bits: tuple[int, ...]) -> None:
-    seed = int(torch.seed() % 2**31)
-    print(f"seed {seed}")
+    seed = new_seed()
     case = make_case(width, kinds, bits, torch.bfloat16)
     seal_and_restore(emulator_of(seal_cell(width, "bf16")), case, seed)
 
@@ -292,16 +300,14 @@ def test_pages_of_bf16_rows(emulator_of: EmulatorOf, width: int, kinds: str, bit
 @pytest.mark.parametrize("name", ["f16", "f32"])
 @pytest.mark.parametrize("width", COMPILED_WIDTHS)
 def test_pages_of_other_rows(emulator_of: EmulatorOf, width: int, name: str) -> None:
-    seed = int(torch.seed() % 2**31)
-    print(f"seed {seed}")
+    seed = new_seed()
     case = make_case(width, "kvr", (4, 3, 2), DTYPES[name], heads=1)
     seal_and_restore(emulator_of(seal_cell(width, name)), case, seed)
 
 
 @pytest.mark.parametrize("lanes", [2, 4])
 def test_pages_where_more_lanes_share_a_row(emulator_of: EmulatorOf, lanes: int) -> None:
-    seed = int(torch.seed() % 2**31)
-    print(f"seed {seed}")
+    seed = new_seed()
     case = make_case(128, "kv", (4, 3), torch.bfloat16, heads=1)
     seal_and_restore(emulator_of(seal_cell(128, "bf16"), f"-DTAILPACK_ROW_LANES={lanes}"), case, seed)
 
@@ -309,8 +315,7 @@ def test_pages_where_more_lanes_share_a_row(emulator_of: EmulatorOf, lanes: int)
 @pytest.mark.parametrize("bits", [*PACKED_BITS, 0])
 @pytest.mark.parametrize("ratio", [4, 32, 128])
 def test_regions_whose_rows_cover_several_tokens(emulator_of: EmulatorOf, ratio: int, bits: int) -> None:
-    seed = int(torch.seed() % 2**31)
-    print(f"seed {seed}")
+    seed = new_seed()
     width = 512 if ratio == 128 else 128
     case = make_case(
         width, "kv" if ratio == 4 else "r", (bits, bits)[: 2 if ratio == 4 else 1], torch.bfloat16, ratio=ratio
@@ -329,8 +334,7 @@ def test_regions_whose_rows_cover_several_tokens(emulator_of: EmulatorOf, ratio:
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("dim", [8, 80, 128, 576])
 def test_pages_of_fp8_rows(emulator_of: EmulatorOf, dim: int, name: str) -> None:
-    seed = int(torch.seed() % 2**31)
-    print(f"seed {seed}")
+    seed = new_seed()
     seal_and_restore(emulator_of(fp8_cell(name)), make_case(dim, "rr", (0, 0), DTYPES[name]), seed)
 
 
@@ -343,8 +347,7 @@ def test_pages_of_fp8_rows(emulator_of: EmulatorOf, dim: int, name: str) -> None
 def test_rows_below_begin_stay(
     emulator_of: EmulatorOf, width: int, kinds: str, bits: tuple[int, ...], begin: int
 ) -> None:
-    seed = int(torch.seed() % 2**31)
-    print(f"seed {seed}")
+    seed = new_seed()
     emulator = emulator_of(seal_cell(width, "bf16") if bits[0] else fp8_cell("bf16"))
     case = make_case(width, kinds, bits, torch.bfloat16, heads=1)
     first, second = PageRows(2, workspace_token=0), PageRows(2, workspace_token=160, begin=begin)
