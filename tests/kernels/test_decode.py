@@ -182,7 +182,7 @@ def test_pointers_and_strides_lead_to_every_row(case: Case) -> None:
 @pytest.mark.parametrize("profile", [False, True])
 def test_the_workspace_has_room_for_the_largest_call(case: Case, profile: bool) -> None:
     inputs = make(case, CPU)
-    layer = make_layer(inputs, profile=profile)
+    layer = make_layer(inputs, profile=profile, limits=DecodeLimits(3, 37))
     args, limits, shape = layer.arguments, layer.limits, layer.shape
     vectors = shape.kv_heads * shape.num_vectors
     items = args.max_packed_items + args.max_row_items
