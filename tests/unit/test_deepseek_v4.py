@@ -27,7 +27,7 @@ from worker.models.deepseek_v4_config import INDEX_KEY, kept_in_float32
 from worker.models.deepseek_v4_indexer import choose
 
 TOLERANCE = 2e-5
-GAP = 3e-6
+GAP = 1e-5
 CHUNKS: dict[str, tuple[int, ...]] = {
     "1": (1,),
     "1 behind 115": (115, 1),
@@ -114,6 +114,7 @@ def test_every_way_of_cutting_a_sequence_gives_the_reference_logits(name: str, g
     theirs = reference_logits(reference_model(config, weights), tokens)
     ours = run_together(Driver(config, weights), tokens, CHUNKS)
     if 4 in config.ratios and config.index_topk < 37:
+        print(f"smallest gap {min(gaps):.2g}")
         assert min(gaps) > GAP, f"seed {seed} makes a near-tie of {min(gaps):.2g}: take another"
     else:
         assert not gaps
@@ -137,6 +138,7 @@ def test_rollback_by_1_to_16_tokens_at_every_phase_of_both_ratios(gaps: list[flo
         ours = driver.step([(sequence, tokens[length : length + 1]) for sequence in depths.values()])
         for depth, logits in zip(depths, ours, strict=True):
             check(logits, theirs[length : length + 1], f"token {length} behind a rollback by {depth}")
+    print(f"smallest gap {min(gaps):.2g}")
     assert min(gaps) > GAP
 
 
@@ -156,7 +158,32 @@ def test_rollback_of_single_steps_and_of_chunks_that_the_rest_follows_in_one_chu
         (rest,) = driver.step([(sequence, tokens[length:])])
         check(rest, theirs[length:], f"tokens behind {length}, after a rollback by {depth}")
         driver.step([(start, tokens[length : length + 1])])
+    print(f"smallest gap {min(gaps):.2g}")
     assert min(gaps) > GAP
+
+
+def test_at_a_page_boundary_a_resume_needs_the_window_and_four_pending_rows() -> None:
+    """Nothing waits in HCA there, and in CSA only the first halves of the last block."""
+    config = tiny_config(hc_sinkhorn_iters=2)
+    weights, tokens = random_weights(config, 3), random_tokens(150, 3)
+    theirs = reference_logits(reference_model(config, weights), tokens)
+    driver = Driver(config, weights)
+    sequence = driver.rows.add()
+    for length in (128, 130):
+        driver.step([(sequence, tokens[driver.rows.lengths[sequence] : length])])
+        resumed = driver.rows.fork(sequence)
+        for (layer, kind), held in driver.rows.rows[resumed].items():
+            if kind == "raw":
+                held.forget(length - config.window + 1, length)
+            elif driver.rows.regions[layer, kind].tail_only:
+                held.forget(length if kind == "hca_pending" else 124, length)
+        if length == 128:
+            (logits,) = driver.step([(resumed, tokens[128:])])
+            check(logits, theirs[128:], "tokens behind the resume")
+        else:  # the first two rows of HCA's block are gone; they are asked for when it is full
+            driver.step([(resumed, tokens[130:])])
+            with pytest.raises(AssertionError, match=r"hca_pending rows \[128, 150\) of layer 2 are asked for"):
+                driver.step([(resumed, random_tokens(106, 4))])
 
 
 def test_a_ring_without_room_for_the_rollback_is_missed() -> None:

@@ -28,7 +28,7 @@ from worker.models.deepseek_v4_config import (
 from worker.models.deepseek_v4_hyper import rms
 from worker.models.deepseek_v4_indexer import choose, index_scores
 from worker.models.deepseek_v4_rope import Rotation, rotate_last
-from worker.models.deepseek_v4_rows import Rows, SpanRows
+from worker.models.deepseek_v4_rows import LayerSpan, Rows
 from worker.models.layers import Tiles, linear
 
 _GATHERED = 1 << 22  # values of chosen rows gathered together: 16 MiB
@@ -99,7 +99,7 @@ def attention(
         rows.keep(layer, INDEX_PENDING, step.index_pending)
     out = step.q.new_zeros(step.q.shape, dtype=torch.float32)
     for number, span in enumerate(batch.spans):
-        at = SpanRows(rows, number, span, layer)
+        at = LayerSpan(rows, number, span, layer)
         parts = [_attend_window(step, at, config)]
         if weights.compressor is not None and at.end >= weights.compressor.ratio:
             parts.append(_attend_compressed(step, at, weights, config, rope))
@@ -135,7 +135,7 @@ def _project(
     return step
 
 
-def _attend_window(step: _Step, at: SpanRows, config: DeepseekV4Config) -> Part:
+def _attend_window(step: _Step, at: LayerSpan, config: DeepseekV4Config) -> Part:
     first = max(0, at.start - config.window + 1)
     raw = torch.cat((at.held(RAW_ROW, first, at.start), at.own(step.raw)))
     return attend_dense(
@@ -150,7 +150,7 @@ def _attend_window(step: _Step, at: SpanRows, config: DeepseekV4Config) -> Part:
 
 
 def _attend_compressed(
-    step: _Step, at: SpanRows, weights: AttentionWeights, config: DeepseekV4Config, rope: LayerRope
+    step: _Step, at: LayerSpan, weights: AttentionWeights, config: DeepseekV4Config, rope: LayerRope
 ) -> Part:
     """Completes the span's blocks, each of which its own last token sees already, and attends to compressed rows."""
     assert weights.compressor is not None and step.pending is not None

@@ -14,7 +14,7 @@ import torch
 
 from worker.models.deepseek_v4_hyper import rms
 from worker.models.deepseek_v4_rope import rotate_last, rotation
-from worker.models.deepseek_v4_rows import SpanRows
+from worker.models.deepseek_v4_rows import LayerSpan
 from worker.models.layers import Tiles, linear
 
 
@@ -89,7 +89,7 @@ def complete(
     own: torch.Tensor,
     pending_kind: str,
     kind: str,
-    at: SpanRows,
+    at: LayerSpan,
     weights: CompressorWeights,
     inverse_frequencies: torch.Tensor,
     dtype: torch.dtype,

@@ -28,7 +28,7 @@ class Rows(Protocol):
         ...
 
 
-class SpanRows(NamedTuple):
+class LayerSpan(NamedTuple):
     """One span's rows in one layer."""
 
     rows: Rows
