@@ -121,15 +121,29 @@ def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> Non
 @click.option("--model", default="smollm2", show_default=True, help="As for `tailpack up`.")
 @click.option("--device", default="auto", show_default=True, metavar=_DEVICES, help="As for `tailpack up`.")
 @click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept.")
+@advanced_option(
+    "--kv-preset", default="", metavar=_KV_PRESETS, help=f"Of mode turboquant.  [default: {DEFAULT_PRESET}]"
+)
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="One prompt a line.  [default: those of the package]",
 )
 @advanced_option("--max-tokens", default=64, show_default=True, type=click.IntRange(1), help="Of each answer.")
-@advanced_option("--kv-bytes", type=num_bytes, default="256M", show_default=True, help="Each worker's KV cache.")
+@advanced_option(
+    "--kv-bytes",
+    type=num_bytes,
+    help="Each worker's KV cache.  [default: 256M; 1G in other modes than dense, which keep dense tails as well]",
+)
 def demo(
-    workers: int | None, model: str, device: str, kv_mode: str, prompts: Path | None, max_tokens: int, kv_bytes: int
+    workers: int | None,
+    model: str,
+    device: str,
+    kv_mode: str,
+    kv_preset: str,
+    prompts: Path | None,
+    max_tokens: int,
+    kv_bytes: int | None,
 ) -> None:
     """Bring a cluster up, stream answers to some prompts, show what it took, stop it again."""
     from worker import demo as show
@@ -142,7 +156,8 @@ def demo(
         workers=workers or min(2, len(usable_gpus(device)) or 2),
         device=device,
         kv_mode=kv_mode,
-        kv_bytes=kv_bytes,
+        kv_preset=kv_preset,
+        kv_bytes=kv_bytes or (256 << 20 if kv_mode == "dense" else 1 << 30),
         drain_s=1.0,
     )
     sys.exit(show.run(config, prompts, max_tokens))

@@ -3,6 +3,7 @@
 Needs the demo model, as `make demo` installs it. Serves SmolLM2 with KV mode turboquant through the device arena and
 the GPU kernels, reads the seal counters, compares the text with mode dense, kills the worker with SIGKILL, and sees the
 next one go on in the same memory. Prints one JSON line a finding; exit status 1 when one of them is not as it must be.
+With `--device cpu` it does the same on a CPU.
 """
 
 from __future__ import annotations
@@ -11,57 +12,144 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from protos import kvstore_pb2
+from protos.errors import TailpackError
 from router.client import Client, as_chat
 from tests.e2e.cluster import ClusterProcess, run_cli, running
 
 PROMPT = "Tell a long story about a lighthouse keeper who finds a map. Give every chapter a title."
-MAX_TOKENS = 500  # the first page is sealed when a sequence has 272 tokens
-COMMON = ["--workers", "1", "--device", "cuda", "--kv-bytes", "1G", "--max-sequence-tokens", "4096"]
+SEALS_FROM = 272  # tokens of a sequence, when its first page is sealed
+LEAST_ALIKE = 100  # of greedy tokens, dense and packed: nothing is packed before SEALS_FROM
 RESTART_TIMEOUT_S = 90.0
 
 
-class Findings:
-    """What was found, line by line; ``failed`` counts what is not as it must be."""
+@dataclass
+class Check:
+    """What was asked for, and what was found, line by line; ``failed`` counts what is not as it must be."""
 
-    def __init__(self) -> None:
-        self.failed = 0
-        self.lines: list[dict[str, Any]] = []
+    device: str
+    preset: str
+    max_tokens: int
+    failed: int = 0
+    lines: list[dict[str, Any]] = field(default_factory=list)
 
     def say(self, case: str, passed: bool, **found: Any) -> None:
         self.failed += not passed
         self.lines.append({"bench": "gpu_cluster", "case": case, "passed": passed, **found})
         print(json.dumps(self.lines[-1]), flush=True)
 
+    def mode(self, name: str) -> list[str]:
+        """Options of KV mode ``name``."""
+        return ["--device", self.device, "--kv-mode", name, *(["--kv-preset", self.preset] * (name == "turboquant"))]
 
-async def generate(router: str) -> tuple[str, list[int]]:
+
+async def generate(router: str, max_tokens: int) -> tuple[str, list[int]]:
     """Greedy text and token ids of the one prompt."""
-    text, token_ids = "", []
+    text, token_ids = "", list[int]()
     async with Client(router) as client:
-        async for chunk in client.generate(as_chat(PROMPT), max_tokens=MAX_TOKENS):
+        async for chunk in client.generate(as_chat(PROMPT), max_tokens=max_tokens):
             text += chunk.text
             token_ids += chunk.token_ids
     return text, token_ids
 
 
-def demo(findings: Findings, folder: Path) -> None:
+def demo(check: Check, folder: Path) -> None:
     prompts = folder / "prompts.txt"
     prompts.write_text(
         "\n".join([PROMPT, "Explain how a printing press works, step by step.", "What is the capital of France?"])
     )
-    options = ["--workers", "1", "--kv-mode", "turboquant", "--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS)]
-    run = run_cli("demo", *options, timeout_s=240)
+    options = ["--workers", "1", *check.mode("turboquant"), "--prompts", str(prompts)]
+    run = run_cli("demo", *options, "--max-tokens", str(check.max_tokens), timeout_s=240)
     out = run.stdout.decode(errors="replace")
-    passed = run.returncode == 0 and "Paris" in out
-    findings.say("demo-turboquant", passed, status=run.returncode, out=out[-3000:], err=run.stderr.decode()[-2000:])
+    packed = re.search(r"KV: ([1-9]\d*) of \d+ pages", out)  # only what is packed takes pages in this mode
+    passed = run.returncode == 0 and "Paris" in out and packed is not None
+    check.say("demo-turboquant", passed, status=run.returncode, out=out[-3000:], err=run.stderr.decode()[-2000:])
+
+
+def serve(check: Check, folder: Path) -> None:
+    texts: dict[str, list[int]] = {}
+    for mode in ("dense", "turboquant"):
+        place = folder / mode
+        place.mkdir()
+        options = ["--workers", "1", *check.mode(mode), "--kv-bytes", "1G", "--max-sequence-tokens", "4096"]
+        with running(place, "smollm2", options) as cluster:
+            began = time.monotonic()
+            text, texts[mode] = asyncio.run(generate(cluster.router, check.max_tokens))
+            took = time.monotonic() - began
+            device = the_device(cluster)
+            sealed = sealed_ever(device)
+            check.say(
+                f"serve-{mode}",
+                len(texts[mode]) >= SEALS_FROM and device.device.startswith(check.device) and sealed > 0,
+                device=device.device,
+                memory=device.memory,
+                tokens=len(texts[mode]),
+                tokens_per_s=round(len(texts[mode]) / took, 1),
+                sealed=sealed,
+                text=text[:600],
+            )
+            memory = run_cli("memory", "--router", cluster.router)
+            out = memory.stdout.decode()
+            check.say(f"memory-{mode}", memory.returncode == 0 and "weights" in out, out=out[-1500:])
+            if mode == "turboquant":
+                killed(check, cluster, texts[mode])
+    same = num_alike(*texts.values())
+    check.say("dense-and-packed-agree", same >= LEAST_ALIKE, tokens_alike=same)
+
+
+def killed(check: Check, cluster: ClusterProcess, before: list[int]) -> None:
+    """SIGKILL for the worker. The next one has the memory of the first: its pages are there, and counted on."""
+    was = the_device(cluster)
+    process = worker_process(cluster)
+    os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + RESTART_TIMEOUT_S
+    again: list[int] = []
+    refusals: set[str] = set()
+    while time.monotonic() < deadline and not again:
+        time.sleep(1)
+        try:
+            _, again = asyncio.run(generate(cluster.router, check.max_tokens))
+        except TailpackError as error:  # until the next worker is there, every call is refused by name
+            refusals.add(error.reason)
+    now = the_device(cluster)
+    given_up = "memory given up" in (cluster.folder / "logs" / "kvstore.log").read_text()
+    kept = not given_up and sealed_ever(now) > sealed_ever(was)
+    check.say(
+        "killed-worker",
+        now.epoch > was.epoch and kept and len(again) >= SEALS_FROM,
+        epochs=[was.epoch, now.epoch],
+        sealed=[sealed_ever(was), sealed_ever(now)],
+        memory_kept=kept,
+        refusals=sorted(refusals),
+        tokens=len(again),
+        tokens_alike=num_alike(before, again),
+    )
+
+
+def the_device(cluster: ClusterProcess) -> kvstore_pb2.DeviceStats:
+    (device,) = cluster.kv_stats().devices
+    return device
+
+
+def sealed_ever(device: kvstore_pb2.DeviceStats) -> int:
+    return sum(group.pages_sealed_ever for group in device.groups)
+
+
+def num_alike(one: list[int], two: list[int]) -> int:
+    """How many tokens two answers begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def worker_process(cluster: ClusterProcess) -> psutil.Process:
@@ -74,74 +162,30 @@ def worker_process(cluster: ClusterProcess) -> psutil.Process:
     raise LookupError(f"nobody listens on port {port}")
 
 
-def serve(findings: Findings, folder: Path) -> None:
-    texts: dict[str, list[int]] = {}
-    for mode in ("dense", "turboquant"):
-        place = folder / mode
-        place.mkdir()
-        with running(place, "smollm2", [*COMMON, "--kv-mode", mode]) as cluster:
-            began = time.monotonic()
-            text, texts[mode] = asyncio.run(generate(cluster.router))
-            took = time.monotonic() - began
-            (device,) = cluster.kv_stats().devices
-            sealed = {group.group: group.pages_sealed_ever for group in device.groups}
-            enough = len(texts[mode]) > 300
-            findings.say(
-                f"serve-{mode}",
-                enough and device.device.startswith("cuda") and (mode == "dense" or min(sealed.values()) > 0),
-                device=device.device,
-                tokens=len(texts[mode]),
-                tokens_per_s=round(len(texts[mode]) / took, 1),
-                sealed=sealed,
-                text=text[:600],
-            )
-            memory = run_cli("memory", "--kv-socket", str(cluster.kv_socket))
-            findings.say(f"memory-{mode}", memory.returncode == 0, out=memory.stdout.decode()[-1500:])
-            if mode == "turboquant":
-                killed(findings, cluster, texts[mode])
-    same = next(
-        (i for i, (a, b) in enumerate(zip(*texts.values(), strict=False)) if a != b), min(map(len, texts.values()))
-    )
-    findings.say("dense-and-packed-agree", same >= 100, tokens_alike=same)
-
-
-def killed(findings: Findings, cluster: ClusterProcess, before: list[int]) -> None:
-    epoch = cluster.kv_stats().devices[0].epoch
-    process = worker_process(cluster)
-    os.kill(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + RESTART_TIMEOUT_S
-    again: list[int] = []
-    while time.monotonic() < deadline and not again:
-        time.sleep(1)
-        try:
-            _, again = asyncio.run(generate(cluster.router))
-        except Exception as error:  # noqa: BLE001 -- until the next worker is there, every call is refused by name
-            print(json.dumps({"waiting": str(error)[:200]}), flush=True)
-    (device,) = cluster.kv_stats().devices
-    kept = "memory given up" not in cluster.log
-    same = next((i for i, (a, b) in enumerate(zip(before, again, strict=False)) if a != b), len(again))
-    passed = device.epoch > epoch and kept and len(again) > 300
-    findings.say("killed-worker", passed, epochs=[epoch, device.epoch], memory_kept=kept, tokens=len(again), alike=same)
-
-
 def main() -> None:
+    steps: dict[str, Callable[[Check, Path], None]] = {"demo": demo, "serve": serve}
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--preset", default="tq4", help="of KV mode turboquant")
+    parser.add_argument("--max-tokens", type=int, default=500, help="of an answer; more than when pages are sealed")
+    parser.add_argument("--only", choices=list(steps), help="this part alone")
     parser.add_argument("--records", type=Path, help="write the findings here too, a JSON object a line")
     parser.add_argument("--commit", default="")
     asked = parser.parse_args()
-    findings = Findings()
+    check = Check(asked.device, asked.preset, asked.max_tokens)
     with tempfile.TemporaryDirectory() as folder:
-        for step in (demo, serve):
-            try:
-                step(findings, Path(folder))
-            except Exception as error:  # noqa: BLE001 -- reported like any other finding
-                findings.say(step.__name__, False, error=f"{type(error).__name__}: {error}"[-3000:])
+        for name, step in steps.items():
+            if asked.only in (None, name):
+                try:
+                    step(check, Path(folder))
+                except Exception as error:  # noqa: BLE001 -- reported like any other finding
+                    check.say(name, False, error=f"{type(error).__name__}: {error}"[-3000:])
     if asked.records:
         lines = [
-            json.dumps({**line, "commit": asked.commit, "date": time.strftime("%Y-%m-%d")}) for line in findings.lines
+            json.dumps({**line, "commit": asked.commit, "date": time.strftime("%Y-%m-%d")}) for line in check.lines
         ]
         asked.records.write_text("\n".join(lines) + "\n")
-    sys.exit(findings.failed > 0)
+    sys.exit(check.failed > 0)
 
 
 if __name__ == "__main__":
