@@ -11,12 +11,12 @@ import torch
 from worker.batch import DECODE_TILE, Batch, Span
 from worker.kv_view import TORCH_DTYPES
 from worker.models.deepseek_v4 import DeepseekV4
+from worker.models.deepseek_v4_checkpoint import is_integer, tensors
 from worker.models.deepseek_v4_config import (
     CSA_RATIO,
-    RAW_ROW,
     DeepseekV4Config,
-    is_integer,
 )
+from worker.models.deepseek_v4_geometry import RAW_ROW, cache_geometry
 
 MARGIN = 16
 
@@ -77,7 +77,7 @@ def random_weights(config: DeepseekV4Config, seed: int) -> dict[str, torch.Tenso
     """Everything random, float32, what a fresh model has as zeros too: sinks, ape, biases, tables of experts."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in config.tensors().items():
+    for name, shape in tensors(config).items():
         noise = torch.randn(shape, generator=generator)
         if is_integer(name):
             order = torch.rand(shape[0], config.num_experts, generator=generator).argsort(-1)
@@ -131,7 +131,7 @@ class MemoryRows:
         self.config, self.capacity, self.margin = config, capacity, margin
         self.regions = {
             (region.layer, region.kind): region
-            for group in config.geometry(dtype, drafts=drafts).groups
+            for group in cache_geometry(config, dtype, drafts=drafts).groups
             for region in group.regions
         }
         self.lengths: list[int] = []

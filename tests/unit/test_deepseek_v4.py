@@ -23,7 +23,8 @@ from tests.unit.deepseek_v4_tiny import (
     tiny_config,
 )
 from worker.models import deepseek_v4_attention
-from worker.models.deepseek_v4_config import INDEX_KEY, kept_in_float32
+from worker.models.deepseek_v4_checkpoint import kept_in_float32
+from worker.models.deepseek_v4_geometry import INDEX_KEY
 from worker.models.deepseek_v4_indexer import choose
 
 TOLERANCE = 2e-5

@@ -9,14 +9,9 @@ import pytest
 from kvstore.geometry import CacheGeometry
 from protos.errors import ConfigError, ModelError
 from tests.unit.deepseek_v4_tiny import TINY, tiny_config
-from worker.models.deepseek_v4_config import (
-    COMPRESSED,
-    RAW,
-    DeepseekV4Config,
-    is_integer,
-    kept_in_float32,
-    with_raw_mode,
-)
+from worker.models.deepseek_v4_checkpoint import is_integer, kept_in_float32, tensors
+from worker.models.deepseek_v4_config import DeepseekV4Config
+from worker.models.deepseek_v4_geometry import COMPRESSED, RAW, cache_geometry, with_raw_mode
 
 FLASH: dict[str, Any] = {
     **TINY,
@@ -67,17 +62,17 @@ PRO: dict[str, Any] = {
 
 @pytest.mark.parametrize(("config", "growing", "raw"), [(FLASH, 6880, 44032), (PRO, 9848, 62464)])
 def test_bytes_a_token_are_those_of_the_published_models(config: dict[str, Any], growing: int, raw: int) -> None:
-    geometry = DeepseekV4Config.parse(config).geometry("bfloat16")
+    geometry = cache_geometry(DeepseekV4Config.parse(config), "bfloat16")
     assert geometry.group(COMPRESSED).page_bytes == 128 * growing
     assert geometry.group(RAW).page_bytes == 128 * raw
     assert geometry.group(RAW).window == 128 and geometry.group(COMPRESSED).window == 0
     assert geometry.group(COMPRESSED).has_pending and not geometry.group(RAW).has_pending
-    with_drafts = DeepseekV4Config.parse(config).geometry("bfloat16", drafts=True)
+    with_drafts = cache_geometry(DeepseekV4Config.parse(config), "bfloat16", drafts=True)
     assert with_drafts.group(RAW).page_bytes == 128 * (raw + 1024)
 
 
 def test_modes_of_the_raw_rows_on_flash() -> None:
-    geometry = DeepseekV4Config.parse(FLASH).geometry("bfloat16")
+    geometry = cache_geometry(DeepseekV4Config.parse(FLASH), "bfloat16")
 
     def a_token(changed: CacheGeometry) -> tuple[float, float]:
         return tuple(changed.group(name).page_bytes / 128 for name in (RAW, COMPRESSED))  # type: ignore[return-value]
@@ -95,7 +90,7 @@ def test_modes_of_the_raw_rows_on_flash() -> None:
 
 def test_pending_rows_are_float32_rings_deeper_than_their_block_and_the_margin() -> None:
     config = DeepseekV4Config.parse(FLASH)
-    geometry = config.geometry("bfloat16")
+    geometry = cache_geometry(config, "bfloat16")
     group = geometry.group(COMPRESSED)
     rings = {(p.region.layer, p.region.kind): p for p in geometry.tail_planes(group)}
     assert {kind for _, kind in rings} == {"csa_pending", "hca_pending", "index_pending"}
@@ -110,13 +105,13 @@ def test_pending_rows_are_float32_rings_deeper_than_their_block_and_the_margin()
 
 
 def test_names_and_shapes_of_the_official_checkpoint() -> None:
-    tensors = DeepseekV4Config.parse(FLASH).tensors()
-    assert {name: tensors[name] for name in EXPECTED} == EXPECTED
-    assert not {name for name in ABSENT if name in tensors}
+    shapes = tensors(DeepseekV4Config.parse(FLASH))
+    assert {name: shapes[name] for name in EXPECTED} == EXPECTED
+    assert not {name for name in ABSENT if name in shapes}
     per_expert = 6
-    assert sum(".ffn.experts." in name for name in tensors) == 44 * 256 * per_expert
-    assert sum(name.startswith("layers.7.") and ".ffn.experts." not in name for name in tensors) == 2 + 6 + 17 + 2 + 6
-    expert_bytes = sum(shape[0] * shape[1] for name, shape in tensors.items() if ".ffn.experts." in name)
+    assert sum(".ffn.experts." in name for name in shapes) == 44 * 256 * per_expert
+    assert sum(name.startswith("layers.7.") and ".ffn.experts." not in name for name in shapes) == 2 + 6 + 17 + 2 + 6
+    expert_bytes = sum(shape[0] * shape[1] for name, shape in shapes.items() if ".ffn.experts." in name)
     assert expert_bytes == 44 * 256 * 3 * (4096 * 2048 // 2 + 4096 * 2048 // 32)  # 151 GB of FP4 experts
 
 
@@ -179,13 +174,14 @@ ABSENT = (
 
 
 def test_what_is_kept_in_float32() -> None:
-    names = DeepseekV4Config.parse({**TINY, "num_nextn_predict_layers": 1, "compress_ratios": [0, 4, 128, 4, 128, 0]})
-    exact = {name.split(".", 2)[-1] for name in names.tensors() if kept_in_float32(name)}
+    config = {**TINY, "num_nextn_predict_layers": 1, "compress_ratios": [0, 4, 128, 4, 128, 0]}
+    names = tensors(DeepseekV4Config.parse(config))
+    exact = {name.split(".", 2)[-1] for name in names if kept_in_float32(name)}
     assert {"attn.attn_sink", "hc_attn_fn", "hc_ffn_scale", "attn.compressor.ape", "attn.q_norm.weight"} <= exact
     assert {"attn.compressor.wkv.weight", "attn.indexer.compressor.wgate.weight", "ffn.gate.weight"} <= exact
     assert {"ffn.gate.bias", "attn_norm.weight", "enorm.weight", "hnorm.weight"} <= exact
     assert not any("experts" in name or "wq_" in name or "wo_" in name or "_proj" in name for name in exact)
-    assert {name for name in names.tensors() if is_integer(name)} == {
+    assert {name for name in names if is_integer(name)} == {
         "layers.0.ffn.gate.tid2eid",
         "layers.1.ffn.gate.tid2eid",
     }
@@ -233,5 +229,5 @@ def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], named: st
 
 
 def test_a_checkpoint_without_quantisation_has_no_scales() -> None:
-    assert not any(name.endswith(".scale") for name in tiny_config().tensors())
-    assert tiny_config().tensors()["layers.4.ffn.experts.7.w1.weight"] == (32, 64)
+    assert not any(name.endswith(".scale") for name in tensors(tiny_config()))
+    assert tensors(tiny_config())["layers.4.ffn.experts.7.w1.weight"] == (32, 64)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from protos.errors import ModelError
 from tests.unit.deepseek_v4_tiny import Driver, make_batch, random_weights, reference_model, tiny_config
 from worker.models.deepseek_v4 import DeepseekV4
+from worker.models.deepseek_v4_checkpoint import tensors
 from worker.models.deepseek_v4_config import Yarn
 from worker.models.deepseek_v4_hyper import HyperWeights, mixing, read_streams, write_streams
 from worker.models.deepseek_v4_indexer import choose, index_scores
@@ -247,6 +248,6 @@ def test_the_draft_block_is_a_layer_of_the_reference_over_both_projections(chunk
 def _reference_of_draft(config: Any, weights: dict[str, torch.Tensor]) -> Any:
     """transformers' model of one layer with the block's weights, head and norm."""
     one = replace(config, num_layers=1, ratios=(0,), num_hash_layers=0, num_draft_layers=0)
-    names = {name: name for name in one.tensors() if name in ("embed.weight", "head.weight")}
-    names |= {name: "mtp.0." + name.removeprefix("layers.0.") for name in one.tensors() if name not in names}
+    names = {name: name for name in tensors(one) if name in ("embed.weight", "head.weight")}
+    names |= {name: "mtp.0." + name.removeprefix("layers.0.") for name in tensors(one) if name not in names}
     return reference_model(one, {name: weights[theirs] for name, theirs in names.items()})

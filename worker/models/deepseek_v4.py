@@ -49,8 +49,8 @@ class DeepseekV4:
 
     Args:
         config: parsed shapes.
-        weights: every tensor of ``config.tensors()`` without quantisation, float32 where ``kept_in_float32`` says so;
-            taken out as they are used, so that fusing needs little room.
+        weights: all of ``deepseek_v4_checkpoint.tensors`` without quantisation, float32 where ``kept_in_float32`` says
+            so; taken out as they are used, so that fusing needs little room.
 
     Raises (constructor):
         ModelError: BAD_TENSOR, a table of experts names one that is not there.

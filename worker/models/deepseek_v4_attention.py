@@ -15,7 +15,8 @@ import torch
 from kernels.attention import Part, attend_dense, merge
 from worker.batch import Batch
 from worker.models.deepseek_v4_compressor import CompressorWeights, complete, pending_rows
-from worker.models.deepseek_v4_config import (
+from worker.models.deepseek_v4_config import DeepseekV4Config
+from worker.models.deepseek_v4_geometry import (
     CSA_PENDING,
     CSA_ROW,
     HCA_PENDING,
@@ -23,7 +24,6 @@ from worker.models.deepseek_v4_config import (
     INDEX_KEY,
     INDEX_PENDING,
     RAW_ROW,
-    DeepseekV4Config,
 )
 from worker.models.deepseek_v4_hyper import rms
 from worker.models.deepseek_v4_indexer import choose, index_scores

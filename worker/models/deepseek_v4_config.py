@@ -1,4 +1,4 @@
-"""DeepSeek-V4's config.json, the tensors of its official checkpoint, and the geometry of its KV cache.
+"""DeepSeek-V4's config.json.
 
 A layer has a *ratio*: 0 attends to its window of raw rows alone; 4 (CSA, compressed sparse attention) adds a row for
 every 4 tokens, of which the lightning indexer picks some; 128 (HCA, heavily compressed attention) adds one for every
@@ -8,21 +8,15 @@ every 4 tokens, of which the lightning indexer picks some; 128 (HCA, heavily com
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from protos.errors import ModelError
 
 MODEL_TYPE = "deepseek_v4"
 CSA_RATIO, HCA_RATIO = 4, 128
-RAW, COMPRESSED = "raw", "compressed"
-"""Layer groups: every layer's raw rows, read inside the window only; and what the compressors make of all tokens."""
-RAW_ROW, CSA_ROW, HCA_ROW, INDEX_KEY = "raw", "csa", "hca", "index"
-CSA_PENDING, HCA_PENDING, INDEX_PENDING = "csa_pending", "hca_pending", "index_pending"
-"""Kinds of rows. A pending row has two heads: a token's value and its score, which wait for the rest of their block."""
-
-Shapes = dict[str, tuple[int, ...]]
+FP4_BLOCK = 32
+"""FP4 weights along the last axis that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -120,178 +114,10 @@ class DeepseekV4Config:
         """Draft layers, which follow the main ones, have ratio 0."""
         return self.ratios[layer] if layer < self.num_layers else 0
 
-    # --- the checkpoint ---
-
-    def tensors(self) -> Shapes:
-        """Name and shape of every tensor of the official checkpoint, scales of quantised ones included.
-
-        FP4 weights are packed, two to a byte along the last axis. ``kept_in_float32`` and ``is_integer`` say the rest.
-        """
-        hidden = self.hidden_size
-        shapes: Shapes = {
-            "embed.weight": (self.vocab_size, hidden),
-            "head.weight": (self.vocab_size, hidden),
-            "norm.weight": (hidden,),
-            **self._hc_head(""),
-        }
-        for layer in range(self.num_layers):
-            shapes |= self._block(f"layers.{layer}.", self.ratios[layer], hashed=layer < self.num_hash_layers)
-        for draft in range(self.num_draft_layers):
-            at = f"mtp.{draft}."
-            shapes |= self._block(at, 0, hashed=False) | self._hc_head(at)
-            shapes |= {at + name + ".weight": (hidden,) for name in ("enorm", "hnorm", "norm")}
-            for name in ("e_proj", "h_proj"):
-                shapes |= self._fp8(at + name, hidden, hidden)
-        return shapes
-
-    def _block(self, at: str, ratio: int, *, hashed: bool) -> Shapes:
-        hidden, streams = self.hidden_size, self.hc_mult
-        rows = (2 + streams) * streams
-        shapes: Shapes = {at + "attn_norm.weight": (hidden,), at + "ffn_norm.weight": (hidden,)}
-        for part in ("attn", "ffn"):
-            shapes[f"{at}hc_{part}_fn"] = (rows, streams * hidden)
-            shapes[f"{at}hc_{part}_base"] = (rows,)
-            shapes[f"{at}hc_{part}_scale"] = (3,)
-        return shapes | self._attention(at + "attn.", ratio) | self._moe(at + "ffn.", hashed=hashed)
-
-    def _attention(self, at: str, ratio: int) -> Shapes:
-        heads = self.num_heads * self.head_dim
-        shapes: Shapes = {
-            at + "q_norm.weight": (self.q_lora_rank,),
-            at + "kv_norm.weight": (self.head_dim,),
-            at + "attn_sink": (self.num_heads,),
-        }
-        for name, out, inside in (
-            ("wq_a", self.q_lora_rank, self.hidden_size),
-            ("wq_b", heads, self.q_lora_rank),
-            ("wkv", self.head_dim, self.hidden_size),
-            ("wo_a", self.o_groups * self.o_lora_rank, heads // self.o_groups),
-            ("wo_b", self.hidden_size, self.o_groups * self.o_lora_rank),
-        ):
-            shapes |= self._fp8(at + name, out, inside)
-        if ratio:
-            shapes |= self._compressor(at + "compressor.", ratio, self.head_dim)
-        if ratio == CSA_RATIO:
-            shapes |= self._fp8(at + "indexer.wq_b", self.index_heads * self.index_dim, self.q_lora_rank)
-            shapes[at + "indexer.weights_proj.weight"] = (self.index_heads, self.hidden_size)
-            shapes |= self._compressor(at + "indexer.compressor.", ratio, self.index_dim)
-        return shapes
-
-    def _compressor(self, at: str, ratio: int, dim: int) -> Shapes:
-        width = pending_width(ratio, dim)
-        return {
-            at + "wkv.weight": (width, self.hidden_size),
-            at + "wgate.weight": (width, self.hidden_size),
-            at + "ape": (ratio, width),
-            at + "norm.weight": (dim,),
-        }
-
-    def _moe(self, at: str, *, hashed: bool) -> Shapes:
-        shapes: Shapes = {at + "gate.weight": (self.num_experts, self.hidden_size)}
-        if hashed:
-            shapes[at + "gate.tid2eid"] = (self.vocab_size, self.experts_per_token)
-        else:
-            shapes[at + "gate.bias"] = (self.num_experts,)
-        sizes = (
-            ("w1", self.expert_width, self.hidden_size),
-            ("w2", self.hidden_size, self.expert_width),
-            ("w3", self.expert_width, self.hidden_size),
-        )
-        for name, out, inside in sizes:
-            shapes |= self._fp8(f"{at}shared_experts.{name}", out, inside)
-            for expert in range(self.num_experts):
-                shapes |= (self._fp4 if self.fp4_experts else self._fp8)(f"{at}experts.{expert}.{name}", out, inside)
-        return shapes
-
-    def _hc_head(self, at: str) -> Shapes:
-        streams = self.hc_mult
-        return {
-            at + "hc_head_fn": (streams, streams * self.hidden_size),
-            at + "hc_head_base": (streams,),
-            at + "hc_head_scale": (1,),
-        }
-
-    def _fp8(self, name: str, out: int, inside: int) -> Shapes:
-        shapes: Shapes = {name + ".weight": (out, inside)}
-        if self.weight_block is not None:
-            rows, columns = self.weight_block
-            shapes[name + ".scale"] = (-(-out // rows), -(-inside // columns))
-        return shapes
-
-    def _fp4(self, name: str, out: int, inside: int) -> Shapes:
-        return {name + ".weight": (out, inside // 2), name + ".scale": (out, inside // FP4_BLOCK)}
-
-    # --- the cache ---
-
-    def geometry(self, dtype: str, *, drafts: bool = False) -> CacheGeometry:
-        """Raw rows of every layer, and what the compressors make; both groups in mode dense.
-
-        Args:
-            drafts: with the raw rows of the MTP blocks, whose layers follow the main ones.
-        """
-        num_layers = self.num_layers + (self.num_draft_layers if drafts else 0)
-        raw = tuple(Region(layer, RAW_ROW, 1, self.head_dim, dtype) for layer in range(num_layers))
-        compressed: list[Region] = []
-        for layer, ratio in enumerate(self.ratios):
-            if not ratio:
-                continue
-            row, pending = (CSA_ROW, CSA_PENDING) if ratio == CSA_RATIO else (HCA_ROW, HCA_PENDING)
-            compressed.append(Region(layer, row, 1, self.head_dim, dtype, ratio=ratio))
-            compressed.append(_pending(layer, pending, pending_width(ratio, self.head_dim)))
-            if ratio == CSA_RATIO:
-                compressed.append(Region(layer, INDEX_KEY, 1, self.index_dim, dtype, ratio=ratio))
-                compressed.append(_pending(layer, INDEX_PENDING, pending_width(ratio, self.index_dim)))
-        groups = [LayerGroup(RAW, raw, window=self.window)]
-        if compressed:
-            groups.append(LayerGroup(COMPRESSED, tuple(compressed)))
-        return CacheGeometry(tuple(groups))
-
-
-FP4_BLOCK = 32
-"""FP4 weights along the last axis that share a scale."""
-
 
 def pending_width(ratio: int, dim: int) -> int:
     """Values of a pending row: with overlap (CSA) a token gives one share to its own block and one to the next."""
     return 2 * dim if ratio == CSA_RATIO else dim
-
-
-def with_raw_mode(
-    geometry: CacheGeometry, mode: str, preset: str = "", *, pack_compressed: bool = False
-) -> CacheGeometry:
-    """The geometry with raw rows in ``mode``; compressed rows and index keys stay dense, or are packed alike.
-
-    Raises:
-        ConfigError: as ``LayerGroup`` does; mode window with ``pack_compressed`` is one such (NO_MODEL_WINDOW), because
-            compressed rows have no window.
-    """
-    return replace(
-        geometry,
-        groups=tuple(
-            replace(group, mode=mode, preset=preset) if group.name == RAW or pack_compressed else group
-            for group in geometry.groups
-        ),
-    )
-
-
-def kept_in_float32(name: str) -> bool:
-    """Whether the model computes with this tensor in float32, whatever its own dtype is."""
-    last = name.rpartition(".")[2]
-    return (
-        last.startswith("hc_")
-        or last in ("attn_sink", "ape")
-        or name.endswith(("norm.weight", "gate.weight", "gate.bias"))
-        or (".compressor." in name and last == "weight")
-    )
-
-
-def is_integer(name: str) -> bool:
-    """Whether this tensor is a table of expert numbers."""
-    return name.endswith("tid2eid")
-
-
-def _pending(layer: int, kind: str, width: int) -> Region:
-    return Region(layer, kind, 2, width, "float32", tail_only=True)
 
 
 def _demand_built(config: Mapping[str, Any]) -> None:

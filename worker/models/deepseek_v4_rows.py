@@ -10,7 +10,7 @@ from worker.batch import Span
 
 
 class Rows(Protocol):
-    """The rows of a step's sequences. ``span`` counts ``Batch.spans``; kinds are ``deepseek_v4_config``'s.
+    """The rows of a step's sequences. ``span`` counts ``Batch.spans``; kinds are ``deepseek_v4_geometry``'s.
 
     ``first`` and ``end`` count rows of the kind: tokens, or blocks of ``ratio`` tokens from position 0.
     """
