@@ -176,19 +176,21 @@ def test_a_table_that_names_an_expert_that_is_not_there_is_refused(expert: int) 
 # --- deterministic mode ---
 
 
-def test_a_row_has_the_same_bits_alone_and_in_any_company() -> None:
+@pytest.mark.parametrize("count", [1, 21])
+def test_a_row_has_the_same_bits_alone_and_in_any_company(count: int) -> None:
     config = tiny_config(hca_ratio=16, hc_sinkhorn_iters=4)
     driver = Driver(config, random_weights(config, 6))
     rng = random.Random(6)
     sequences = [driver.rows.add() for _ in range(11)]
     for sequence in sequences:
         driver.step([(sequence, [rng.randrange(97) for _ in range(rng.randrange(1, 90))])])
-    (alone,) = driver.step([(driver.rows.fork(sequences[4]), [33])], deterministic=True)
+    ours, tokens = sequences[4], [rng.randrange(97) for _ in range(count)]
+    (alone,) = driver.step([(driver.rows.fork(ours), tokens)], deterministic=True)
     for trial in range(6):
-        mates = rng.sample([s for s in sequences if s != sequences[4]], k=2 + trial)
+        mates = rng.sample([s for s in sequences if s != ours], k=2 + trial)
         place = rng.randrange(len(mates) + 1)
-        mates.insert(place, sequences[4])
-        work = [(driver.rows.fork(s), [33 if s == sequences[4] else rng.randrange(97)]) for s in mates]
+        work = [(driver.rows.fork(s), [rng.randrange(97) for _ in range(rng.choice((1, 1, 5)))]) for s in mates]
+        work.insert(place, (driver.rows.fork(ours), tokens))
         assert torch.equal(driver.step(work, deterministic=True)[place], alone)
 
 
