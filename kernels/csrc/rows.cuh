@@ -169,6 +169,8 @@ template <int D, int BITS> struct TurboQuantFormat {
 };
 
 // ---- sources: rows 0..item.count-1 of an item, of one kv head
+//
+// A row is named by its tile's first row, a multiple of 16, and its line in the tile.
 
 // The tail ring (item kind 2): token p lies in ring row p % ring_rows.
 template <typename FormatOf> struct RingRows {
@@ -184,46 +186,45 @@ template <typename FormatOf> struct RingRows {
         const int32_t at = first + row, ring_rows = static_cast<int32_t>(args.ring_rows);
         return (at < ring_rows ? at : at - ring_rows) * args.tail_row_stride + kv_head * args.tail_head_stride;
     }
-    __device__ __forceinline__ const uint8_t* key(int row) const {
-        return args.k_tail + slot * args.k_tail_slot_stride + offset(row);
+    __device__ __forceinline__ const uint8_t* key(int tile_row, int line) const {
+        return args.k_tail + slot * args.k_tail_slot_stride + offset(tile_row + line);
     }
-    __device__ __forceinline__ const uint8_t* value(int row) const {
-        return args.v_tail + slot * args.v_tail_slot_stride + offset(row);
+    __device__ __forceinline__ const uint8_t* value(int tile_row, int line) const {
+        return args.v_tail + slot * args.v_tail_slot_stride + offset(tile_row + line);
     }
-    __device__ __forceinline__ float key_scale(int) const { return 1.0f; }
-    __device__ __forceinline__ float value_scale(int) const { return 1.0f; }
+    __device__ __forceinline__ float key_scale(int, int) const { return 1.0f; }
+    __device__ __forceinline__ float value_scale(int, int) const { return 1.0f; }
 };
 
-// Rows in pages through the page table (item kinds 0 and 1). CACHED: keys and values are the same rows, so the first
-// read leaves them in L1 for the second.
+// Rows in pages through the page table (item kind 1, cut at pages: a tile lies in one). CACHED: keys and values are the
+// same rows, so the first read leaves them in L1 for the second.
 template <typename FormatOf, bool CACHED> struct PageRows {
     using Format = FormatOf;
     static constexpr bool kCached = CACHED;
-    const uint8_t *k, *v;
-    int64_t page_stride, k_row_stride, v_row_stride, k_scales_offset, v_scales_offset;
-    const int32_t* table;
-    int32_t first;
+    const DecodeArgs& args;
+    int32_t sequence, kv_head, first;
 
-    __device__ __forceinline__ PageRows(const DecodeArgs& args, const Item& item, int kv_head) {
-        k = args.k_pages + kv_head * args.k_head_stride;
-        v = args.v_pages + kv_head * args.v_head_stride;
-        page_stride = args.page_stride;
-        k_row_stride = Format::kRowBytes ? Format::kRowBytes : args.k_row_stride;
-        v_row_stride = Format::kRowBytes ? Format::kRowBytes : args.v_row_stride;
-        k_scales_offset = args.k_scales_offset;
-        v_scales_offset = args.v_scales_offset;
-        table = args.page_table + item.sequence * args.table_stride;
-        first = item.first;
+    __device__ __forceinline__ PageRows(const DecodeArgs& args, const Item& item, int kv_head)
+        : args(args), sequence(item.sequence), kv_head(kv_head), first(item.first) {}
+    __device__ __forceinline__ int in_page(int tile_row) const { return (first + tile_row) % kPageTokens; }
+    __device__ __forceinline__ int64_t page(int tile_row) const { // its offset in the arena
+        return args.page_table[sequence * args.table_stride + (first + tile_row) / kPageTokens] * args.page_stride;
     }
-    __device__ __forceinline__ int64_t page(int row) const { return table[(first + row) / kPageTokens] * page_stride; }
-    __device__ __forceinline__ int in_page(int row) const { return (first + row) % kPageTokens; }
-    __device__ __forceinline__ const uint8_t* key(int row) const { return k + page(row) + in_page(row) * k_row_stride; }
-    __device__ __forceinline__ const uint8_t* value(int row) const { return v + page(row) + in_page(row) * v_row_stride; }
-    __device__ __forceinline__ float key_scale(int row) const {
-        return __ldg(reinterpret_cast<const float*>(k + page(row) + k_scales_offset) + in_page(row));
+    __device__ __forceinline__ const uint8_t* key(int tile_row, int line) const {
+        const int64_t row_bytes = Format::kRowBytes ? Format::kRowBytes : args.k_row_stride;
+        return args.k_pages + kv_head * args.k_head_stride + page(tile_row) + (in_page(tile_row) + line) * row_bytes;
     }
-    __device__ __forceinline__ float value_scale(int row) const {
-        return __ldg(reinterpret_cast<const float*>(v + page(row) + v_scales_offset) + in_page(row));
+    __device__ __forceinline__ const uint8_t* value(int tile_row, int line) const {
+        const int64_t row_bytes = Format::kRowBytes ? Format::kRowBytes : args.v_row_stride;
+        return args.v_pages + kv_head * args.v_head_stride + page(tile_row) + (in_page(tile_row) + line) * row_bytes;
+    }
+    __device__ __forceinline__ float key_scale(int tile_row, int line) const {
+        const uint8_t* scales = args.k_pages + kv_head * args.k_head_stride + page(tile_row) + args.k_scales_offset;
+        return __ldg(reinterpret_cast<const float*>(scales) + in_page(tile_row) + line);
+    }
+    __device__ __forceinline__ float value_scale(int tile_row, int line) const {
+        const uint8_t* scales = args.v_pages + kv_head * args.v_head_stride + page(tile_row) + args.v_scales_offset;
+        return __ldg(reinterpret_cast<const float*>(scales) + in_page(tile_row) + line);
     }
 };
 
@@ -273,24 +274,22 @@ template <int D, typename T, typename Format> struct QueryRow {
     }
 };
 
-// Where the two vectors in this lane's columns stand, as rows of an item: row r is seen if it is not behind them and less
-// than a window before them.
-struct Positions {
-    static constexpr int kNoVector = -(1 << 30); // and no window reaches that far
-    int32_t own[2];
+// Which rows of an item the two vectors in this lane's columns see: those in (before, last].
+struct Visible {
+    int32_t before[2], last[2];
 
-    __device__ __forceinline__ Positions(const DecodeArgs& args, const Item& item, int first_vector) {
+    __device__ __forceinline__ Visible(const DecodeArgs& args, const Item& item, int first_vector) {
         const int num_vectors = static_cast<int>(args.num_queries * args.group), group = static_cast<int>(args.group);
         const int first_query = args.num_tokens[item.sequence] - static_cast<int>(args.num_queries) - item.first;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int vector = first_vector + 2 * static_cast<int>(threadIdx.x % 4) + i;
-            own[i] = vector < num_vectors ? first_query + vector / group : kNoVector;
+            const int own = first_query + vector / group; // where its query stands
+            before[i] = args.window ? own - static_cast<int>(args.window) : -1;
+            last[i] = vector < num_vectors ? min(own, item.count - 1) : -1;
         }
     }
-    __device__ __forceinline__ bool see(int i, int row, int window) const {
-        return row <= own[i] && (window == 0 || row > own[i] - window);
-    }
+    __device__ __forceinline__ bool holds(int i, int row) const { return (row > before[i]) & (row <= last[i]); }
 };
 
 // ---- the warp
@@ -345,25 +344,25 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
     constexpr int kEights = Format::kLaneDims / 8;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const Query query(args, item, kv_head, first_vector);
-    const Positions positions(args, item, first_vector);
-    const int window = static_cast<int>(args.window);
+    const Visible visible(args, item, first_vector);
     const float to_log2 = args.sm_scale * (SOFTCAP ? 1.0f : kLog2e) * Format::unit();
     float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}; // of columns 2 t and 2 t + 1; l of own rows
 
     const int num_tiles = (item.count + kTileRows - 1) / kTileRows;
     for (int first_tile = warp; first_tile < num_tiles; first_tile = ONE_ROUND ? num_tiles : first_tile + TILES * num_warps) {
-        // The row in line h of a tile. Rows behind the end read the last one, which exists, and are masked.
-        const auto row_of = [&](int tile, int h) {
-            return min(kTileRows * (first_tile + tile * num_warps) + g + 8 * h, item.count - 1);
-        };
+        // Behind the item's end its last tile and last row are read again, which exist, and masked. Codes are finite
+        // whatever they are, so of a page's codes any may be read; but no scale, and no row of floats.
+        const auto tile_row = [&](int tile) { return kTileRows * min(first_tile + tile * num_warps, num_tiles - 1); };
+        const auto line = [&](int tile, int h) { return min(g + 8 * h, item.count - 1 - tile_row(tile)); };
+        const auto code_line = [&](int tile, int h) { return Format::kScaled ? g + 8 * h : line(tile, h); };
         Stream keys, values;
         float k_scale[TILES][2], v_scale[TILES][2];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                keys.row[tile][h] = source.key(row_of(tile, h));
-                if constexpr (Format::kScaled) k_scale[tile][h] = source.key_scale(row_of(tile, h));
+                keys.row[tile][h] = source.key(tile_row(tile), code_line(tile, h));
+                if constexpr (Format::kScaled) k_scale[tile][h] = source.key_scale(tile_row(tile), line(tile, h));
             }
 
         float x[TILES][4] = {};
@@ -394,8 +393,8 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                values.row[tile][h] = source.value(row_of(tile, h));
-                if constexpr (Format::kScaled) v_scale[tile][h] = source.value_scale(row_of(tile, h));
+                values.row[tile][h] = source.value(tile_row(tile), code_line(tile, h));
+                if constexpr (Format::kScaled) v_scale[tile][h] = source.value_scale(tile_row(tile), line(tile, h));
             }
         values.begin(); // under way during the softmax
 
@@ -411,7 +410,7 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
                     const float e = exp2_fast(s * (2.0f * kLog2e / args.softcap));
                     s = args.softcap * kLog2e * (1.0f - divide_fast(2.0f, 1.0f + e));
                 }
-                x[tile][i] = row < item.count && positions.see(i % 2, row, window) ? s : minus_infinity();
+                x[tile][i] = visible.holds(i % 2, row) ? s : minus_infinity();
                 top[i % 2] = fmaxf(top[i % 2], x[tile][i]);
             }
         float kept[2]; // what the output so far is worth against the new maximum

@@ -50,6 +50,7 @@ class Case:
     sm_scale: float = 0.0
     columns: int = 8
     seed: int = 0
+    no_tail: bool = False  # the last page may be partly filled
 
     @property
     def shared(self) -> bool:
@@ -57,7 +58,7 @@ class Case:
 
     @property
     def has_tail(self) -> bool:
-        return self.source != "dense"
+        return self.source != "dense" and not self.no_tail
 
 
 Build = Callable[[Case], Emulator]
@@ -151,13 +152,11 @@ class Memory:
         self.regions = [PackedRegion(p, codec) for p in planes]
         self.planes = layout.regions
         for i, base in enumerate(self.bases):
-            if base:
-                ids = self.table[i, : base // PAGE].long()
-                sides = (self.keys, self.values)[: len(planes)]
-                shape = (len(ids), PAGE, case.kv_heads, case.width)
+            sides = (self.keys, self.values)[: len(planes)]
+            for first in range(0, base, PAGE):
+                ids, rows = self.table[i, first // PAGE].long().view(1), slice(first, min(first + PAGE, base))
                 pack_pages(
-                    ids,
-                    [RegionRows(p, codec, side[i][:base].view(shape)) for p, side in zip(planes, sides, strict=True)],
+                    ids, [RegionRows(p, codec, side[i][rows][None]) for p, side in zip(planes, sides, strict=True)]
                 )
 
     def arguments(self) -> DecodeArgs:
@@ -188,6 +187,7 @@ class Memory:
             args.page_stride = self.pages.stride(0)
             args.k_head_stride, args.v_head_stride = k.head_bytes, v.head_bytes
             args.k_scales_offset, args.v_scales_offset = k.scales_offset, v.scales_offset
+        if case.has_tail:
             args.k_tail, args.v_tail = self.tails[0].data_ptr(), self.tails[1].data_ptr()
             args.k_tail_slot_stride = args.v_tail_slot_stride = size * self.tails.stride(1)
             args.tail_row_stride, args.tail_head_stride = size * self.tails.stride(2), size * self.tails.stride(3)
@@ -236,6 +236,7 @@ class Memory:
                 )
             )
             k, v = self.keys[i][base:], self.values[i][base:]
+        if case.has_tail:
             found.append(attend_dense(q, k, v, first_position=first, first_row=base, **options))
         return merge(found), torch.stack([part.lse for part in found]).logsumexp(0)
 
@@ -425,3 +426,11 @@ def test_a_call_with_few_units_needs_nothing_of_prepare(cell_of: Build, source: 
     library.call("merge", 9 * len(lengths), args)
     assert torch.equal(memory.out, expected.out)
     assert torch.equal(memory.lse, expected.lse)
+
+
+@pytest.mark.parametrize("source", ["fp8", "tq4"])
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_last_page_that_is_partly_filled(cell_of: Build, source: str, window: int) -> None:
+    """Its other rows are bytes of ones: codes of NaN, scales of NaN."""
+    lengths = (1, 15, 16, 127, 129, 300)
+    check(cell_of, Case(source, 64, lengths=lengths, window=window, no_tail=True, seed=new_seed()))
