@@ -274,22 +274,24 @@ template <int D, typename T, typename Format> struct QueryRow {
     }
 };
 
-// Which rows of an item the two vectors in this lane's columns see: those in (before, last].
-struct Visible {
-    int32_t before[2], last[2];
+// Where the two vectors in this lane's columns stand, as rows of an item: row r is seen if it is not behind them and less
+// than a window before them.
+struct Positions {
+    static constexpr int kFar = 1 << 30; // no window, and before any row
+    int32_t own[2];
 
-    __device__ __forceinline__ Visible(const DecodeArgs& args, const Item& item, int first_vector) {
+    __device__ __forceinline__ Positions(const DecodeArgs& args, const Item& item, int first_vector) {
         const int num_vectors = static_cast<int>(args.num_queries * args.group), group = static_cast<int>(args.group);
         const int first_query = args.num_tokens[item.sequence] - static_cast<int>(args.num_queries) - item.first;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int vector = first_vector + 2 * static_cast<int>(threadIdx.x % 4) + i;
-            const int own = first_query + vector / group; // where its query stands
-            before[i] = args.window ? own - static_cast<int>(args.window) : -1;
-            last[i] = vector < num_vectors ? min(own, item.count - 1) : -1;
+            own[i] = vector < num_vectors ? first_query + vector / group : -kFar;
         }
     }
-    __device__ __forceinline__ bool holds(int i, int row) const { return (row > before[i]) & (row <= last[i]); }
+    __device__ __forceinline__ bool see(int i, int row, int window) const {
+        return (row <= own[i]) & (row > own[i] - window);
+    }
 };
 
 // ---- the warp
@@ -344,7 +346,8 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
     constexpr int kEights = Format::kLaneDims / 8;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const Query query(args, item, kv_head, first_vector);
-    const Visible visible(args, item, first_vector);
+    const Positions positions(args, item, first_vector);
+    const int window = args.window > 0 && args.window < Positions::kFar ? static_cast<int>(args.window) : Positions::kFar;
     const float to_log2 = args.sm_scale * (SOFTCAP ? 1.0f : kLog2e) * Format::unit();
     float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {0.0f, 0.0f}; // of columns 2 t and 2 t + 1; l of own rows
 
@@ -410,7 +413,7 @@ __device__ __forceinline__ void attend_rows_warp(const DecodeArgs& args, const S
                     const float e = exp2_fast(s * (2.0f * kLog2e / args.softcap));
                     s = args.softcap * kLog2e * (1.0f - divide_fast(2.0f, 1.0f + e));
                 }
-                x[tile][i] = visible.holds(i % 2, row) ? s : minus_infinity();
+                x[tile][i] = (row < item.count) & positions.see(i % 2, row, window) ? s : minus_infinity();
                 top[i % 2] = fmaxf(top[i % 2], x[tile][i]);
             }
         float kept[2]; // what the output so far is worth against the new maximum
