@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kernels.decode_tiling import tiling_defines
+from kernels.decode_tiling import MQA_LONG_PAGES, tiling_defines
 from kernels.widths import PRESETS
 
 # Adding an arch is adding a line. A suffix "a" means that the cubin runs on exactly this arch.
@@ -112,7 +112,8 @@ def rows_cell(width: int, source: str, variant: AttentionVariant) -> Cell:
 
 def mqa_cell(width: int, source: str, variant: AttentionVariant) -> Cell:
     """Decode attention of many query heads over rows shared by K and V, by Hopper's warpgroup instructions."""
-    return _decode_cell("decode_mqa.cu", width, source, variant, {"TAILPACK_SOURCE": source}, ("sm_90a",))
+    own = {"TAILPACK_SOURCE": source, "TAILPACK_LONG_PAGES": str(MQA_LONG_PAGES)}
+    return _decode_cell("decode_mqa.cu", width, source, variant, own, ("sm_90a",))
 
 
 def _decode_cell(

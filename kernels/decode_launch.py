@@ -16,7 +16,7 @@ from kernels.widths import PRESETS
 
 ROW_WARPS, ROW_CTAS_PER_SM, ROW_PAGE_CHUNK = 4, 4, 512  # csrc/attend_rows.cuh
 
-MQA_THREADS, MQA_VECTORS = 384, 64  # csrc/mqa.cuh
+MQA_THREADS, MQA_VECTORS = 512, 64  # csrc/mqa.cuh
 MQA_IMAGE_BYTES = 64 * 512 * 2 + 64 * 4
 MQA_SHARED_BYTES = 216_264
 
@@ -30,14 +30,14 @@ class Phase(NamedTuple):
 
 
 class DecodeLaunch(NamedTuple):
-    """query_bytes: what `prepare` writes for one sequence. cuts_pages: whether items are splits of pages, not chunks of
-    `page_chunk` tokens (PLAN_PACKED in csrc/plan.cuh)."""
+    """query_bytes: what `prepare` writes for one sequence. long_pages: of a long split (PLAN_PACKED in csrc/plan.cuh);
+    0: items are chunks of `page_chunk` tokens."""
 
     prepare: Phase
     attend: Phase
     merge: Phase
     query_bytes: int
-    cuts_pages: bool
+    long_pages: int
     page_chunk: int = ROW_CHUNK
 
 
@@ -48,7 +48,8 @@ def rows_shared_bytes(width: int, columns: int) -> int:
 
 def decode_launch(cell: Cell, shape: DecodeShape, arch: str) -> DecodeLaunch:
     """How to launch a cell that `decode_cells.decode_cell` gave for that shape and arch."""
-    vectors = int(dict(cell.defines)["TAILPACK_VECTORS"])
+    defines = dict(cell.defines)
+    vectors, long_pages = int(defines["TAILPACK_VECTORS"]), int(defines.get("TAILPACK_LONG_PAGES", 0))
     passes = -(-shape.num_vectors // vectors)
     prepare = Phase(32 * (vectors + 1), 0, lambda batch, sms: batch * shape.kv_heads * passes)
     merge = Phase(MERGE_THREADS, 0, lambda batch, sms: batch * shape.num_queries * shape.q_heads)
@@ -57,12 +58,13 @@ def decode_launch(cell: Cell, shape: DecodeShape, arch: str) -> DecodeLaunch:
         tiling = packed_tiling(cell.width, vectors, arch)
         size = shared_bytes(cell.width, bits.key_bits, bits.value_bits, vectors, tiling)
         attend = Phase(tiling.threads, size, lambda batch, sms: tiling.ctas * sms)
-        return DecodeLaunch(prepare, attend, merge, shape.kv_heads * passes * query_bytes(cell.width, vectors), True)
+        queries = shape.kv_heads * passes * query_bytes(cell.width, vectors)
+        return DecodeLaunch(prepare, attend, merge, queries, long_pages)
     if cell.source == "decode_mqa.cu":
         attend = Phase(MQA_THREADS, MQA_SHARED_BYTES, lambda batch, sms: sms)
         images = 2 * shape.kv_heads * -(-shape.num_vectors // MQA_VECTORS)
-        return DecodeLaunch(prepare, attend, merge, images * MQA_IMAGE_BYTES, True)
+        return DecodeLaunch(prepare, attend, merge, images * MQA_IMAGE_BYTES, long_pages)
     attend = Phase(32 * ROW_WARPS, rows_shared_bytes(cell.width, vectors), lambda batch, sms: ROW_CTAS_PER_SM * sms)
     rotated = cell.preset.startswith("tq")  # only these queries are made anew, as f32
     row_bytes = 4 * shape.kv_heads * shape.num_vectors * cell.width if rotated else 0
-    return DecodeLaunch(prepare, attend, merge, row_bytes, False, ROW_PAGE_CHUNK)
+    return DecodeLaunch(prepare, attend, merge, row_bytes, 0, ROW_PAGE_CHUNK)

@@ -15,6 +15,7 @@ PAGE_TOKENS = 128
 VECTORS = (4, 8)  # query vectors that one pass over the rows takes
 PROFILE_SLOTS = ("start", "dependencies", "first_page", "tail", "producer", "consumer", "epilogue", "items")
 MERGE_THREADS = 128
+MQA_LONG_PAGES = 32  # csrc/decode_mqa.cu; a longer split is fewer partial results of 64 vectors x 512
 
 # Shared memory of an SM that CTAs may take, with the 1 KiB that each of them costs beside its own.
 _LARGE_SHARED, _SMALL_SHARED, _RESERVED = 228 * 1024, 100 * 1024, 1024
@@ -72,6 +73,11 @@ def packed_tiling(width: int, vectors: int, arch: str) -> Tiling:
     return (_LARGE if arch in _LARGE_ARCHES else _SMALL)[width, vectors]
 
 
+def packed_long_pages(width: int) -> int:
+    """Pages of a long split of csrc/decode_packed.cu. On an H200, width 64 took .162 ms with 32 and .169 ms with 16."""
+    return 32 if width == 64 else 16
+
+
 def query_bytes(width: int, vectors: int) -> int:
     """Of one pass of one kv head of a sequence, as prepare leaves the queries (QueryBlock in csrc/prepare.cuh)."""
     return width * 2 * vectors + 8 * vectors
@@ -87,8 +93,9 @@ def shared_bytes(width: int, key_bits: int, value_bits: int, vectors: int, tilin
 
 
 def tiling_defines(width: int, key_bits: int, value_bits: int, vectors: int) -> dict[str, str]:
-    """Defines for csrc/decode_packed.cu: groups, warps, stages, CTAs an SM and shared bytes of either kind of SM."""
-    defines = {}
+    """Defines for csrc/decode_packed.cu: pages of a long split, and for either kind of SM groups, warps, stages, CTAs
+    an SM and shared bytes."""
+    defines = {"TAILPACK_LONG_PAGES": str(packed_long_pages(width))}
     for name, arch, budget in (("LARGE", "sm_90a", _LARGE_SHARED), ("SMALL", "sm_80", _SMALL_SHARED)):
         tiling = packed_tiling(width, vectors, arch)
         size = shared_bytes(width, key_bits, value_bits, vectors, tiling)

@@ -17,7 +17,7 @@ from kernels.decode_launch import DecodeLaunch
 from kernels.errors import ArgumentError
 
 ALIGNMENT = 128
-LONG_SPLIT, SHORT_SPLIT, SHORT_REGION, SHORT_SHARE = 16, 4, 16, 16  # pages, as csrc/plan.cuh cuts
+SHORT_SPLIT, SHORT_REGION, SHORT_SHARE = 4, 16, 16  # pages, as csrc/plan.cuh cuts
 SHORT_CHUNK = 128  # tokens
 
 
@@ -28,10 +28,10 @@ class DecodeLimits(NamedTuple):
     pages: int
 
 
-def packed_splits(pages: int) -> int:
-    """Items that so many packed pages of one sequence make at most."""
+def packed_splits(pages: int, long_pages: int) -> int:
+    """Items that so many packed pages of one sequence make at most, with long splits of `long_pages`."""
     short = _short_pages(pages)
-    return -(-short // SHORT_SPLIT) + -(-(pages - short) // LONG_SPLIT)
+    return -(-short // SHORT_SPLIT) + -(-(pages - short) // long_pages)
 
 
 def page_row_chunks(pages: int, page_chunk: int) -> int:
@@ -69,8 +69,8 @@ class WorkspaceLayout(NamedTuple):
     ) -> WorkspaceLayout:
         """For calls up to `limits` of a layer whose tails have `ring_rows` rows (0: no tail)."""
         ring_items = -(-ring_rows // ROW_CHUNK)
-        packed = packed_splits(limits.pages) if launch.cuts_pages else 0
-        page_items = 0 if launch.cuts_pages else page_row_chunks(limits.pages, launch.page_chunk)
+        packed = packed_splits(limits.pages, launch.long_pages) if launch.long_pages else 0
+        page_items = 0 if launch.long_pages else page_row_chunks(limits.pages, launch.page_chunk)
         max_packed, max_rows = limits.sequences * packed, limits.sequences * (page_items + ring_items)
         vectors = (max_packed + max_rows) * shape.kv_heads * shape.num_vectors
         sizes = (

@@ -2,19 +2,18 @@
 // tensor cores (wgmma.cuh). Width 512, rows packed at 4 bits in canonical order (page layout 1), tails dense.
 //
 // With 64 query vectors a row of 260 bytes takes 131,072 operations, so the tensor cores are the limit. A work item is
-// one item of the plan, for one kv head and one block of up to 64 vectors. A CTA of three warpgroups takes work off a
+// one item of the plan, for one kv head and one block of up to 64 vectors. A CTA of four warpgroups takes work off a
 // queue; a *tile* is 64 rows, and a page is a pair of them:
 //
-//   producer     decodes rows to fp16 (2 T - 1, exact; a row's scale is left to the weights) into two tiles of 64 rows x
-//                512 in shared memory, each in two halves of 256 dims that are handed over apart. Rows of a tail are
-//                copied as they are, and multiplied in their own type.
+//   producers    decode rows to fp16 (2 T - 1, exact; a row's scale is left to the weights) into two tiles of 64 rows x
+//                512 in shared memory, each in two halves of 256 dims, one of each warpgroup, that are handed over apart.
+//                Rows of a tail are copied as they are, and multiplied in their own type.
 //   consumers    side s (0, 1) computes the scores of tile s, 64 vectors x 64 rows over all 512 dims, and their weights,
 //                p = 2^(x - reference) times the row's scale; both sides add the weighted rows of both tiles, side s to
 //                dims [256 s, 256 s + 256) of the output, which stays in their registers (64 x 256 f32).
 //
 // So scores are computed once, and each side hands its weights to the other through shared memory. Both add tiles in
-// their order. While side 0 works out weights, the scores of tile 1 are under way; while side 1 does, it has tile 0 to
-// add: the tensor cores have work at all times.
+// their order.
 //
 // Weights are fp16. So a vector's reference is the largest exponent of a *weight*, log2 of p times the scale, in the
 // first tile that it sees; what is lost below fp16's range is small against the largest summand of the output, whatever
@@ -22,12 +21,12 @@
 // `headroom`, which is rare.
 //
 // Barriers (mbarriers; "round" counts pairs of tiles, over all work of the CTA):
-//   full[tile][half]    producer: decoded, and with half 0 the tile's scales. Both sides wait for it.
+//   full[tile][half]    producers of that half: decoded, and with half 0 the tile's scales. Both sides wait for it.
 //   empty[tile][half]   side `half`: added. The tile's scores are done by then, for its weights were there.
 //   weights[side]       side: its weights and references are written. The other side waits for it.
 //   queries_full        the bulk copy of the block's queries;   queries_empty: both sides have an item's last scores
 //   sums                side 1: its sums of p, at an item's end. Side 0 waits for it.
-//   work_full, work_empty[slot]   the next work item, found by the producer's first warp
+//   work_full, work_empty[slot]   the next work item, found by the first warp of half 0's producers
 // A warp arrives by one lane behind __syncwarp: the other lanes' accesses come before it, and what the tensor cores read
 // has ended by wgmma_wait. Weights and references need no "empty": side 0's are read before side 1 frees (0, 1), and
 // side 1's before side 0 frees (1, 0), without which the next tile does not come.
@@ -37,7 +36,17 @@
 
 namespace tailpack {
 
-constexpr int kConsumerRegisters = 208, kProducerRegisters = 88;
+// Of 65,536; a launch gives each of the 512 threads 128.
+constexpr int kConsumerRegisters = 208, kProducerRegisters = 48;
+static_assert(256 * (kConsumerRegisters + kProducerRegisters) == 65536);
+
+// Whether side 1 adds tile 0 before it computes the scores of tile 1. That frees tile 0 early, for tile 1 comes later than
+// tile 0's weights; with producers that are far ahead the other order would be the better one.
+#if !defined(TAILPACK_MQA_ADD_FIRST)
+#define TAILPACK_MQA_ADD_FIRST 1
+#endif
+constexpr bool kAddFirst = TAILPACK_MQA_ADD_FIRST;
+
 constexpr float kLog2E = 1.44269504f;
 
 // Rows [begin, end) of an item that a query sees.
@@ -79,11 +88,17 @@ __device__ __forceinline__ void move_references(Softmax& state, const float (&re
         state.sum[i] *= correction[i];
     }
 }
-__device__ __forceinline__ void correct(float (&out)[128], const float (&correction)[2]) {
+// Of 64 vectors, a thread's part of 256 dims, 128 by 128: an instruction may name no more registers than a launch gives.
+using Output = float[2][64];
+__device__ __forceinline__ void hold(Output& out) {
+    hold(out[0]);
+    hold(out[1]);
+}
+__device__ __forceinline__ void correct(Output& out, const float (&correction)[2]) {
     hold(out);
     if (__any_sync(kAllLanes, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-        for (int i = 0; i < 128; i++) out[i] *= correction[i / 2 % 2];
+        for (int i = 0; i < 128; i++) out[i / 64][i % 64] *= correction[i / 2 % 2];
     }
 }
 
@@ -91,7 +106,7 @@ __device__ __forceinline__ void correct(float (&out)[128], const float (&correct
 // 8 i + 2 t, + 1. offset: of the tile in the item. Returns in `correction` what older sums must be multiplied with.
 template <typename Half, bool SOFTCAP>
 __device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, uint32_t n, float (&scores)[32],
-                                      uint32_t scales, const Visible& to_all, int offset, Softmax& state,
+                                      uint32_t scales, int offset, Softmax& state,
                                       float (&correction)[2], uint32_t (&weights)[16]) {
     const int t = static_cast<int>(threadIdx.x) % 4;
     const auto load_scales = [&](int i) { // of rows 8 i + 2 t, + 1: scale, log2; scale, log2
@@ -99,10 +114,11 @@ __device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, u
     };
     // x = factor * score, or with softcap cap log2 e tanh(s / cap), tanh y = 1 - 2 / (1 + 2^(2 log2 e y)).
     const float factor[2] = {SOFTCAP ? 1.0f : state.factor[0], SOFTCAP ? 1.0f : state.factor[1]};
-    const bool masked = offset < to_all.begin || offset + kTileRows > to_all.end;
+    const MqaWork work = peek_work(shared, n); // again: registers are scarce
+    const Visible to_all = visible_to_all(args, work);
+    const bool masked = __any_sync(kAllLanes, offset < to_all.begin || offset + kTileRows > to_all.end);
     int begin[2] = {}, end[2] = {};
     if (masked) {
-        const MqaWork work = read_work(shared, n); // again: registers are scarce
         const int last = static_cast<int>(args.num_queries * args.group) - 1;
 #pragma unroll
         for (int v = 0; v < 2; v++) {
@@ -194,21 +210,24 @@ __device__ __forceinline__ void start_scores(float (&scores)[32], uint32_t share
     }
     wgmma_commit();
 }
+constexpr uint64_t kOutputPart = 2 * mqa_shared::kSlab / 16; // from the operand of 128 dims to that of the next 128
 // out += weights * half a tile, left under way as one group: this side's weights from its registers, the other's from
 // shared memory.
 template <int SIDE, typename Half>
-__device__ __forceinline__ void start_own(float (&out)[128], const uint32_t (&weights)[16], uint32_t shared) {
+__device__ __forceinline__ void start_own(Output& out, const uint32_t (&weights)[16], uint32_t shared) {
     const uint64_t rows = operand_across_rows(half_address(shared, SIDE, SIDE), mqa_shared::kSlab);
     hold(out);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kTileRows / 16; step++)
-        Wgmma<Half>::output(out, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2], weights[4 * step + 3],
-                            rows + static_cast<uint64_t>(step) * 128);
+    for (int i = 0; i < 2 * kTileRows / 16; i++) {
+        const int step = i / 2, part = i % 2;
+        Wgmma<Half>::output(out[part], weights[4 * step], weights[4 * step + 1], weights[4 * step + 2], weights[4 * step + 3],
+                            rows + static_cast<uint64_t>(step * 128) + static_cast<uint64_t>(part) * kOutputPart);
+    }
     wgmma_commit();
 }
 template <int SIDE, typename Half>
-__device__ __forceinline__ void start_other(float (&out)[128], uint32_t shared, uint32_t round) {
+__device__ __forceinline__ void start_other(Output& out, uint32_t shared, uint32_t round) {
     constexpr int kOther = 1 - SIDE;
     const uint64_t weights = operand_along_rows(shared + mqa_shared::kWeights + kOther * mqa_shared::kSlab);
     const uint64_t rows = operand_across_rows(half_address(shared, kOther, SIDE), mqa_shared::kSlab);
@@ -216,13 +235,16 @@ __device__ __forceinline__ void start_other(float (&out)[128], uint32_t shared, 
     hold(out);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kTileRows / 16; step++)
-        Wgmma<Half>::output(out, weights + static_cast<uint64_t>(step) * 2, rows + static_cast<uint64_t>(step) * 128);
+    for (int i = 0; i < 2 * kTileRows / 16; i++) {
+        const int step = i / 2, part = i % 2;
+        Wgmma<Half>::output(out[part], weights + static_cast<uint64_t>(step) * 2,
+                            rows + static_cast<uint64_t>(step * 128) + static_cast<uint64_t>(part) * kOutputPart);
+    }
     wgmma_commit();
 }
 
 template <int SIDE>
-__device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t shared, uint32_t n, const float (&out)[128],
+__device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t shared, uint32_t n, const Output& out,
                                               Softmax& state) {
     const MqaWork work = read_work(shared, n);
     release_work(shared, n);
@@ -249,7 +271,10 @@ __device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t s
         const int64_t index = (work.slot * args.kv_heads + work.kv_head) * num_vectors + vector;
         float2* to = reinterpret_cast<float2*>(args.partial_out + index * kMqaWidth + 256 * SIDE) + t;
 #pragma unroll
-        for (int i = 0; i < 32; i++) to[4 * i] = make_float2(out[4 * i + 2 * v], out[4 * i + 2 * v + 1]);
+        for (int i = 0; i < 32; i++) {
+            const float* const from = &out[i / 16][i % 16 * 4 + 2 * v];
+            to[4 * i] = make_float2(from[0], from[1]);
+        }
         if (SIDE == 0 && t == 0) {
             const float sum = state.sum[v] + __uint_as_float(load_shared_4(sums + 32 * v));
             reinterpret_cast<float2*>(args.partial_ml)[index] = make_float2(state.reference[v], sum);
@@ -291,13 +316,12 @@ struct Clock {
 
 template <int SIDE, typename Half, bool SOFTCAP>
 __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t shared, Clock& clock, MqaTimes& times) {
-    const MqaWork work = read_work(shared, clock.work());
-    const int num_rows = work.rows;
-    const Visible to_all = visible_to_all(args, work);
+    const int num_rows = read_work(shared, clock.work()).rows;
     const uint32_t scales = shared + mqa_shared::kScales + SIDE * 8 * kTileRows;
-    float out[128], scores[32];
+    Output out;
+    float scores[32];
 #pragma unroll
-    for (int i = 0; i < 128; i++) out[i] = 0.0f;
+    for (int i = 0; i < 128; i++) out[i / 64][i % 64] = 0.0f;
     float correction[2];
     uint32_t weights[16];
     mbarrier_wait(shared + mqa_shared::kQueriesFull, clock.work() & 1);
@@ -307,8 +331,8 @@ __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t sh
                      {0.0f, 0.0f}};
     for (int first = 0; first < num_rows; first += kPairRows, clock.end_round()) {
         const bool last = first + kPairRows >= num_rows;
-        start_scores<Half>(scores, shared, SIDE, clock.round(), times);
         if constexpr (SIDE == 0) {
+            start_scores<Half>(scores, shared, SIDE, clock.round(), times);
             times.time<kMqaScoreWait>([] { wgmma_wait<0>(); });
             hold(scores);
             if (last) arrive_as_warp(shared + mqa_shared::kQueriesEmpty);
@@ -316,7 +340,7 @@ __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t sh
             const bool dumps = blockIdx.x == 0 && clock.work() == 0 && first == 0;
             if (dumps) dump_scores(args, shared, scores);
 #endif
-            weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, to_all, first, state, correction, weights);
+            weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, first, state, correction, weights);
             publish_weights<SIDE>(shared, weights, state);
 #if defined(TAILPACK_MQA_DUMP)
             if (dumps) dump_weights(args, shared);
@@ -330,7 +354,24 @@ __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t sh
             start_other<SIDE, Half>(out, shared, clock.round());
             times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
             arrive_as_warp(empty_barrier(shared, 1, 0));
+        } else if constexpr (kAddFirst) {
+            take_references<0>(shared, clock.round(), state, correction, times);
+            correct(out, correction);
+            start_other<SIDE, Half>(out, shared, clock.round());
+            times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
+            arrive_as_warp(empty_barrier(shared, 0, 1));
+            start_scores<Half>(scores, shared, SIDE, clock.round(), times);
+            times.time<kMqaScoreWait>([] { wgmma_wait<0>(); });
+            hold(scores);
+            if (last) arrive_as_warp(shared + mqa_shared::kQueriesEmpty);
+            weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, first + kTileRows, state, correction, weights);
+            publish_weights<SIDE>(shared, weights, state);
+            correct(out, correction);
+            start_own<SIDE, Half>(out, weights, shared);
+            times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
+            arrive_as_warp(empty_barrier(shared, 1, 1));
         } else {
+            start_scores<Half>(scores, shared, SIDE, clock.round(), times);
             take_references<0>(shared, clock.round(), state, correction, times);
             // Before `out` is touched: the compiler serialises all products otherwise.
             times.time<kMqaScoreWait>([] { wgmma_wait<0>(); });
@@ -340,7 +381,7 @@ __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t sh
             start_other<SIDE, Half>(out, shared, clock.round());
             __syncwarp(); // or the compiler issues the products in between what follows
             hold(scores);
-            weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, to_all, first + kTileRows, state, correction, weights);
+            weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, first + kTileRows, state, correction, weights);
             publish_weights<SIDE>(shared, weights, state);
             times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
             arrive_as_warp(empty_barrier(shared, 0, 1));
@@ -360,6 +401,11 @@ template <> constexpr bool kIsHalf<__half> = true;
 template <int SIDE, typename T, bool SOFTCAP> __device__ __forceinline__ void consume(const DecodeArgs& args, uint32_t shared) {
     MqaTimes times;
     Clock clock = {};
+    if (SIDE == 0 && threadIdx.x < 32) { // the first item's, which the producers do not wait for
+        wait_for_dependencies();
+        const MqaWork work = read_work(shared, 0);
+        if (work.kind >= 0) fetch_queries(args, shared, 0, work);
+    }
     for (;; clock.end_work()) {
         const int kind = read_work(shared, clock.work()).kind;
         if (kind < 0) break;
@@ -386,7 +432,7 @@ template <typename T, bool SOFTCAP> __device__ __forceinline__ void attend_mqa(c
     if (threadIdx.x == 0) {
         using namespace mqa_shared;
         for (uint32_t i = 0; i < 4; i++) {
-            mbarrier_init(shared + kFull + 8 * i, 4); // the producer's warps
+            mbarrier_init(shared + kFull + 8 * i, 4); // one half's producers
             mbarrier_init(shared + kEmpty + 8 * i, 4); // one side's warps
         }
         for (uint32_t i = 0; i < 2; i++) {
@@ -400,11 +446,10 @@ template <typename T, bool SOFTCAP> __device__ __forceinline__ void attend_mqa(c
         mbarrier_init_fence();
     }
     __syncthreads();
-    wait_for_dependencies();
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);
-    if (warpgroup == 2) {
+    if (warpgroup >= 2) {
         give_registers<kProducerRegisters>();
-        produce(args, shared);
+        produce(args, shared, warpgroup - 2);
     } else if (warpgroup == 0) {
         take_registers<kConsumerRegisters>();
         consume<0, T, SOFTCAP>(args, shared);

@@ -1,4 +1,4 @@
-// The producer of mqa.cuh: rows of packed pages, or of a tail, to tiles of 16-bit values in shared memory.
+// The producers of mqa.cuh: rows of packed pages, or of a tail, to tiles of 16-bit values in shared memory.
 #pragma once
 
 #include "codec.cuh"
@@ -43,13 +43,12 @@ __device__ __forceinline__ void publish_half(uint32_t shared, int tile, int half
     arrive_as_warp(full_barrier(shared, tile, half));
 }
 
-// What row `thread` of a tile must be multiplied with, by two warps. Of a zero row, and of norms below 1e-10, which are
+// What row `thread % 64` of a tile must be multiplied with, by two warps of half 0. Of a zero row, and of norms below 1e-10, which are
 // stored as zero rows, the logarithm is only a bound.
 __device__ __forceinline__ void store_scale(uint32_t shared, int tile, float scale) {
-    const uint32_t thread = threadIdx.x % 128, to = shared + mqa_shared::kScales + static_cast<uint32_t>(tile) * 8 * kTileRows;
-    if (thread >= kTileRows) return;
-    store_shared_4(to + 8 * thread, __float_as_uint(scale));
-    store_shared_4(to + 8 * thread + 4, __float_as_uint(log2_fast(fmaxf(scale, 0x1p-60f))));
+    const uint32_t row = threadIdx.x % kTileRows, to = shared + mqa_shared::kScales + static_cast<uint32_t>(tile) * 8 * kTileRows;
+    store_shared_4(to + 8 * row, __float_as_uint(scale));
+    store_shared_4(to + 8 * row + 4, __float_as_uint(log2_fast(fmaxf(scale, 0x1p-60f))));
 }
 
 // A thread's part of half a tile: 16 bytes (32 codes) of rows 16 warp + lane % 8 and + 8, at bytes 16 (lane / 8) and + 64
@@ -58,87 +57,80 @@ __device__ __forceinline__ void load_codes(uint4 (&codes)[4], const uint8_t* fro
 #pragma unroll
     for (int i = 0; i < 4; i++) codes[i] = load_stream_16(from + i / 2 * 8 * (kMqaWidth / 2) + i % 2 * 64);
 }
-__device__ __forceinline__ void store_decoded(const uint4 (&codes)[4], uint32_t half, const uint32_t (&chunk)[4]) {
+// chunk: where the thread's first four chunks lie in the half of tile 0.
+__device__ __forceinline__ void store_decoded(const uint4 (&codes)[4], const uint32_t (&chunk)[4], int tile) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const uint32_t to = half + i / 2 * 8 * 128 + i % 2 * 2 * mqa_shared::kSlab;
-        store_shared_16(to + chunk[0], decode_codes<kMqaWidth>(codes[i].x));
-        store_shared_16(to + chunk[1], decode_codes<kMqaWidth>(codes[i].y));
-        store_shared_16(to + chunk[2], decode_codes<kMqaWidth>(codes[i].z));
-        store_shared_16(to + chunk[3], decode_codes<kMqaWidth>(codes[i].w));
+        const uint32_t to = static_cast<uint32_t>(tile) * mqa_shared::kTile + i / 2 * 8 * 128 + i % 2 * 2 * mqa_shared::kSlab;
+        store_shared_16(chunk[0] + to, decode_codes<kMqaWidth>(codes[i].x));
+        store_shared_16(chunk[1] + to, decode_codes<kMqaWidth>(codes[i].y));
+        store_shared_16(chunk[2] + to, decode_codes<kMqaWidth>(codes[i].z));
+        store_shared_16(chunk[3] + to, decode_codes<kMqaWidth>(codes[i].w));
     }
 }
 
-// A page's bytes into L2. They are loaded about two pages later, and that latency the producer can hide.
-__device__ __forceinline__ void prefetch_page(const DecodeArgs& args, const uint8_t* page) {
-    if (threadIdx.x % 128 != 0) return;
-    prefetch_l2(page, kPageTokens * kMqaWidth / 2);
-    prefetch_l2(page + args.k_scales_offset, kPageTokens * 4);
-}
-
-// Codes are loaded a tile ahead of the decoding. Behind publish_half: its fence would wait for them.
-__device__ __forceinline__ void produce_packed(const DecodeArgs& args, const MqaWork& work, uint32_t shared, uint32_t& round,
-                                               MqaTimes& times) {
-    constexpr int kRowBytes = kMqaWidth / 2;
+// Rows of pages, this warpgroup's half of them. Codes are loaded a tile ahead of the decoding, behind publish_half: its
+// fence would wait for them. A lane keeps the id of one page, so that no other load's latency is in the loop.
+__device__ __forceinline__ void produce_packed(const DecodeArgs& args, const MqaWork& work, uint32_t shared, int half,
+                                               uint32_t& round, MqaTimes& times) {
+    static_assert(kLongPages <= 32);
+    constexpr int kRowBytes = kMqaWidth / 2, kTileBytes = kTileRows * kRowBytes;
     constexpr float kHalfStep = 0.5f * Grid<kMqaWidth, 4>::step();
     const uint32_t thread = threadIdx.x % 128, row = 16 * (thread / 32) + thread % 8, column = thread % 32 / 8;
     const int last = work.rows / kPageTokens - 1;
     const int32_t* const table = args.page_table + work.sequence * args.table_stride + work.first / kPageTokens;
-    const uint8_t* const pool = args.k_pages + work.kv_head * args.k_head_stride;
-    const auto id_at = [&](int i) { return table[min(i, last)]; };
-    const auto page_of = [&](int id) { return pool + id * args.page_stride; };
-    const uint32_t first_code = row * kRowBytes + 16 * column;
-    uint32_t chunk[4]; // where the thread's first four chunks lie in a half
+    const int id = table[min(static_cast<int>(thread % 32), last)];
+    const uint32_t first_code = row * kRowBytes + static_cast<uint32_t>(half) * (kRowBytes / 2) + 16 * column;
+    const uint8_t* const pool = args.k_pages + work.kv_head * args.k_head_stride + first_code;
+    // Behind the last page one is loaded once more, for nothing.
+    const auto page_at = [&](int i) { return pool + __shfl_sync(kAllLanes, id, i % 32) * args.page_stride; };
+    uint32_t chunk[4];
 #pragma unroll
-    for (uint32_t i = 0; i < 4; i++) chunk[i] = column / 2 * mqa_shared::kSlab + slab_offset(row, column % 2 * 64 + 16 * i);
-    const auto load_scale = [&](const uint8_t* page, int tile) { // row `thread` of a tile, by two warps
-        const float* scales = reinterpret_cast<const float*>(page + args.k_scales_offset);
-        return thread < kTileRows ? scales[tile * kTileRows + static_cast<int>(thread)] : 0.0f;
+    for (uint32_t i = 0; i < 4; i++)
+        chunk[i] = half_address(shared, 0, half) + column / 2 * mqa_shared::kSlab + slab_offset(row, column % 2 * 64 + 16 * i);
+    const uint32_t scale_offset = static_cast<uint32_t>(args.k_scales_offset) + 4 * thread - first_code; // of row `thread`
+    const auto load_scale = [&](const uint8_t* page) {
+        return half == 0 ? *reinterpret_cast<const float*>(page + scale_offset) : 0.0f;
+    };
+    // A page's codes into L2, two pages before they are loaded: that latency is short.
+    const auto prefetch = [&](const uint8_t* at) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) prefetch_l2(at + i % 2 * 8 * kRowBytes + i / 2 * kTileBytes);
     };
 
-    const uint8_t* page = page_of(id_at(0));
-    int next = id_at(1), after = id_at(2);
-    prefetch_page(args, page_of(next));
-    uint4 codes[2][4]; // of the tile that comes
-    load_codes(codes[0], page + first_code);
-    load_codes(codes[1], page + first_code + kRowBytes / 2);
-    float scale = load_scale(page, 0);
+    const uint8_t* page = page_at(0);
+    uint4 codes[4]; // of the tile that comes
+    load_codes(codes, page);
+    float scale = load_scale(page);
+    prefetch(page_at(1));
 #pragma unroll 1
     for (int i = 0; i <= last; i++, round++) {
-        prefetch_page(args, page_of(after));
-        const int later = id_at(i + 3);
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
-            // Behind the last tile the last page is loaded once more, for nothing.
-            const uint8_t* const source = tile == 0 ? page + kTileRows * kRowBytes : page_of(next);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                times.time<kMqaTileWait>([&] { mbarrier_wait(empty_barrier(shared, tile, half), (round & 1) ^ 1); });
-                store_decoded(codes[half], half_address(shared, tile, half), chunk);
-                if (half == 0) store_scale(shared, tile, scale * kHalfStep);
-                publish_half(shared, tile, half);
-                load_codes(codes[half], source + first_code + half * (kRowBytes / 2));
-                if (half == 0) scale = tile == 0 ? load_scale(page, 1) : load_scale(page_of(next), 0);
-            }
+            times.time<kMqaTileWait>([&] { mbarrier_wait(empty_barrier(shared, tile, half), (round & 1) ^ 1); });
+            store_decoded(codes, chunk, tile);
+            if (half == 0 && static_cast<int>(thread) / kTileRows == tile) store_scale(shared, tile, scale * kHalfStep);
+            publish_half(shared, tile, half);
+            if (tile == 0) prefetch(page_at(i + 2));
+            else page = page_at(i + 1);
+            load_codes(codes, page + (1 - tile) * kTileBytes);
+            if (tile == 1) scale = load_scale(page);
         }
-        page = page_of(next);
-        next = after;
-        after = later;
     }
 }
 
 // Rows of the tail ring; those behind the last are zeros. A warp copies 16 rows, lane l chunk l of a half's 512 bytes.
-__device__ __forceinline__ void produce_rows(const DecodeArgs& args, const MqaWork& work, uint32_t shared, uint32_t& round) {
+__device__ __forceinline__ void produce_rows(const DecodeArgs& args, const MqaWork& work, uint32_t shared, int half,
+                                             uint32_t& round) {
     const uint32_t thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
     const uint8_t* const slot = args.k_tail + args.tail_slots[work.sequence] * args.k_tail_slot_stride +
-                                work.kv_head * args.tail_head_stride + 16 * lane;
+                                work.kv_head * args.tail_head_stride + half * 512 + 16 * lane;
     const uint32_t column = lane / 8 * mqa_shared::kSlab, byte = lane % 8 * 16;
     const int ring = static_cast<int>(args.ring_rows), ring_first = work.first % ring;
 #pragma unroll 1
     for (int first = 0; first < work.rows; first += kPairRows, round++)
 #pragma unroll 1
-        for (int part = 0; part < 4; part++) {
-            const int tile = part / 2, half = part % 2;
+        for (int tile = 0; tile < 2; tile++) {
             mbarrier_wait(empty_barrier(shared, tile, half), (round & 1) ^ 1);
             const uint32_t to = half_address(shared, tile, half) + column;
 #pragma unroll 1
@@ -149,53 +141,52 @@ __device__ __forceinline__ void produce_rows(const DecodeArgs& args, const MqaWo
                     const int offset = first + tile * kTileRows + static_cast<int>(row + i), ring_row = ring_first + offset;
                     x[i] = {0, 0, 0, 0};
                     if (offset < work.rows)
-                        x[i] = load_stream_16(slot + (ring_row < ring ? ring_row : ring_row - ring) * args.tail_row_stride + half * 512);
+                        x[i] = load_stream_16(slot + (ring_row < ring ? ring_row : ring_row - ring) * args.tail_row_stride);
                 }
 #pragma unroll
                 for (uint32_t i = 0; i < 4; i++) store_shared_16(to + slab_offset(row + i, byte), x[i]);
             }
-            if (half == 0) store_scale(shared, tile, 1.0f);
+            if (half == 0 && thread < kTileRows) store_scale(shared, tile, 1.0f);
             publish_half(shared, tile, half);
         }
 }
 
-__device__ __forceinline__ void produce(const DecodeArgs& args, uint32_t shared) {
-    const bool finds_work = threadIdx.x % 128 < 32;
+// One of two warpgroups, for half `half` of each tile.
+__device__ __forceinline__ void produce(const DecodeArgs& args, uint32_t shared, int half) {
+    const bool finds_work = half == 0 && threadIdx.x % 128 < 32;
     const int ctas = static_cast<int>(gridDim.x);
+    const auto take_number = [&] {
+        int taken = 0;
+        if (threadIdx.x % 32 == 0) taken = ctas + atomicAdd(&args.counters->next_packed, 1);
+        return taken;
+    };
     int number = static_cast<int>(blockIdx.x);
     uint32_t round = 0;
     MqaTimes times;
     for (uint32_t n = 0;; n++) {
         int next = 0;
         if (finds_work) {
-            const auto take_number = [&] { // early: the answer is long on its way
-                int taken = 0;
-                if (threadIdx.x % 32 == 0) taken = ctas + atomicAdd(&args.counters->next_packed, 1);
-                return taken;
-            };
-            MqaWork work = find_work(args, number);
+            MqaWork work = n == 0 ? first_work(args, number) : find_work(args, number);
             while (work.kind >= 0 && work.rows == 0) work = find_work(args, __shfl_sync(kAllLanes, take_number(), 0));
             hand_out_work(shared, n, work);
-            if (work.kind >= 0) next = take_number();
+            if (n > 0 && work.kind >= 0) next = take_number(); // early: the answer is long on its way
         }
         const MqaWork work = read_work(shared, n);
         release_work(shared, n);
         if (work.kind < 0) break;
+        if (finds_work && n > 0) fetch_queries(args, shared, n, work);
+        if (work.kind == kPackedPages) produce_packed(args, work, shared, half, round, times);
+        else produce_rows(args, work, shared, half, round);
         if (finds_work) {
-            const int64_t pair = work.sequence * args.kv_heads + work.kv_head;
-            const int64_t image = (pair * query_blocks(args) + work.block) * 2 + (work.kind == kPackedPages ? 0 : 1);
-            mbarrier_wait(shared + mqa_shared::kQueriesEmpty, (n & 1) ^ 1);
-            const uint32_t full = shared + mqa_shared::kQueriesFull;
-            stage_begin(full, kQueryImageBytes);
-            stage_copy(shared + mqa_shared::kQueries, args.queries + image * kQueryImageBytes, kQueryImageBytes, full,
-                       evict_last_policy());
-            stage_end(full);
+            if (n == 0) { // only now, for rows do not depend on what prepare writes
+                wait_for_dependencies();
+                next = take_number();
+            }
+            number = __shfl_sync(kAllLanes, next, 0);
         }
-        if (work.kind == kPackedPages) produce_packed(args, work, shared, round, times);
-        else produce_rows(args, work, shared, round);
-        if (finds_work) number = __shfl_sync(kAllLanes, next, 0);
     }
-    if constexpr (TAILPACK_PROFILE) write_profile<kMqaTileWait>(args, times.ns[kMqaTileWait]);
+    if constexpr (TAILPACK_PROFILE)
+        if (half == 0) write_profile<kMqaTileWait>(args, times.ns[kMqaTileWait]);
 }
 
 } // namespace tailpack

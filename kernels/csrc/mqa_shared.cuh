@@ -10,7 +10,7 @@ constexpr int kMqaWidth = 512;
 constexpr int kMqaVectors = 64; // of a work item
 constexpr int kTileRows = 64;
 constexpr int kPairRows = 2 * kTileRows; // a page
-constexpr int kMqaThreads = 3 * 128;
+constexpr int kMqaThreads = 4 * 128;
 static_assert(kPairRows == kPageTokens);
 
 // Shared memory, in bytes from a multiple of 1,024 on.
@@ -55,7 +55,7 @@ __device__ __forceinline__ void arrive_as_warp(uint32_t barrier) {
 
 enum MqaProfileSlot {
     kMqaStart,      // mark
-    kMqaTileWait,   // the producer's first thread, sum of nanoseconds: no tile is free
+    kMqaTileWait,   // the first producing thread, sum of nanoseconds: no tile is free
     kMqaRowWait,    // side 0's first thread: rows are not decoded yet
     kMqaScoreWait,  //   scores are under way
     kMqaWeightWait, //   side 1's weights are not there yet

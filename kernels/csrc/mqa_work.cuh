@@ -76,52 +76,67 @@ struct MqaWork {
 };
 static_assert(sizeof(MqaWork) == 32);
 
+__device__ inline MqaWork packed_work(const DecodeArgs& args, const Item& item, int number) {
+    const int blocks = query_blocks(args), each = static_cast<int>(args.kv_heads) * blocks, part = number % each;
+    return {kPackedPages, item.sequence,  item.first * kPageTokens, item.count * kPageTokens,
+            number / each, part / blocks, part % blocks, args.num_tokens[item.sequence] - static_cast<int>(args.num_queries)};
+}
+
 // Work `number`: packed items in the plan's order, then the tails' slots, each with all its heads and blocks. rows 0: a slot
 // that is empty.
 __device__ inline MqaWork find_work(const DecodeArgs& args, int number) {
     const int blocks = query_blocks(args), each = static_cast<int>(args.kv_heads) * blocks;
     const int index = number / each, part = number % each, num_packed = args.counters->num_packed;
+    if (index < num_packed) return packed_work(args, args.items[index], number);
     MqaWork work = {};
     work.kv_head = part / blocks;
     work.block = part % blocks;
-    if (index < num_packed) {
-        const Item item = args.items[index];
-        work.kind = kPackedPages;
-        work.sequence = item.sequence;
-        work.first = item.first * kPageTokens;
-        work.rows = item.count * kPageTokens;
-        work.slot = index;
-    } else {
-        const int chunks = ring_chunks(args), tail = index - num_packed;
-        if (chunks == 0 || tail >= chunks * static_cast<int>(args.num_sequences)) {
-            work.kind = -1;
-            return work;
-        }
-        work.sequence = tail / chunks;
-        const Item item = ring_item(cut_sequence<PLAN_PACKED, kRowChunk>(args, work.sequence), work.sequence, tail % chunks);
-        work.kind = kRingRows;
-        work.first = item.first;
-        work.rows = item.count;
-        work.slot = static_cast<int>(args.max_packed_items) + tail;
+    const int chunks = ring_chunks(args), tail = index - num_packed;
+    if (chunks == 0 || tail >= chunks * static_cast<int>(args.num_sequences)) {
+        work.kind = -1;
+        return work;
     }
+    work.sequence = tail / chunks;
+    const Item item = ring_item(cut_sequence<PLAN_PACKED, kRowChunk>(args, work.sequence), work.sequence, tail % chunks);
+    work.kind = kRingRows;
+    work.first = item.first;
+    work.rows = item.count;
+    work.slot = static_cast<int>(args.max_packed_items) + tail;
     work.first_position = args.num_tokens[work.sequence] - static_cast<int>(args.num_queries);
     return work;
 }
+// The same of a CTA's first number, by a whole warp: not waiting for prepare where the inputs say what it will write.
+__device__ inline MqaWork first_work(const DecodeArgs& args, int number) {
+    if (args.num_sequences <= kDirectSequences) {
+        const int each = static_cast<int>(args.kv_heads) * query_blocks(args);
+        const Item item = find_item<PLAN_PACKED>(args, number / each, static_cast<int>(threadIdx.x) % 32);
+        if (item.count > 0) return packed_work(args, item, number);
+    }
+    wait_for_dependencies();
+    return find_work(args, number);
+}
 
+// What read_work has waited for. Of the lanes' own: the compiler does not know that it is the same in all of them.
+__device__ __forceinline__ MqaWork peek_work(uint32_t shared, uint32_t n) {
+    const uint32_t from = shared + mqa_shared::kWork + n % 2 * 32;
+    const uint4 a = load_shared_16(from), b = load_shared_16(from + 16);
+    const auto number = [](uint32_t x) { return static_cast<int32_t>(x); };
+    return {number(a.x), number(a.y), number(a.z), number(a.w), number(b.x), number(b.y), number(b.z), number(b.w)};
+}
 // The n-th work item of this CTA. It may be read until this warp releases it, which each warp does once.
 __device__ __forceinline__ MqaWork read_work(uint32_t shared, uint32_t n) {
-    const uint32_t slot = n % 2, from = shared + mqa_shared::kWork + slot * 32;
-    mbarrier_wait(shared + mqa_shared::kWorkFull + 8 * slot, n / 2 % 2);
-    const uint4 a = load_shared_16(from), b = load_shared_16(from + 16);
+    mbarrier_wait(shared + mqa_shared::kWorkFull + 8 * (n % 2), n / 2 % 2);
+    const MqaWork work = peek_work(shared, n);
     // Said to be the same in all lanes: the compiler serialises products in loops that may end lane by lane.
-    const auto uniform = [](uint32_t x) { return static_cast<int32_t>(__shfl_sync(kAllLanes, x, 0)); };
-    return {uniform(a.x), uniform(a.y), uniform(a.z), uniform(a.w), uniform(b.x), uniform(b.y), uniform(b.z), uniform(b.w)};
+    const auto uniform = [](int32_t x) { return __shfl_sync(kAllLanes, x, 0); };
+    return {uniform(work.kind), uniform(work.sequence), uniform(work.first), uniform(work.rows),
+            uniform(work.slot), uniform(work.kv_head), uniform(work.block), uniform(work.first_position)};
 }
 __device__ __forceinline__ void release_work(uint32_t shared, uint32_t n) {
     arrive_as_warp(shared + mqa_shared::kWorkEmpty + 8 * (n % 2));
 }
 
-// By the producer's first warp.
+// By the first warp of half 0's producers.
 __device__ __forceinline__ void hand_out_work(uint32_t shared, uint32_t n, const MqaWork& work) {
     const uint32_t slot = n % 2, to = shared + mqa_shared::kWork + slot * 32;
     mbarrier_wait(shared + mqa_shared::kWorkEmpty + 8 * slot, n / 2 % 2 ^ 1);
@@ -132,6 +147,18 @@ __device__ __forceinline__ void hand_out_work(uint32_t shared, uint32_t n, const
                                   static_cast<uint32_t>(work.block), static_cast<uint32_t>(work.first_position)});
         mbarrier_arrive(shared + mqa_shared::kWorkFull + 8 * slot);
     }
+}
+
+// The queries of the n-th work item, by one warp, once prepare is complete.
+__device__ __forceinline__ void fetch_queries(const DecodeArgs& args, uint32_t shared, uint32_t n, const MqaWork& work) {
+    const int64_t pair = work.sequence * args.kv_heads + work.kv_head;
+    const int64_t image = (pair * query_blocks(args) + work.block) * 2 + (work.kind == kPackedPages ? 0 : 1);
+    mbarrier_wait(shared + mqa_shared::kQueriesEmpty, (n & 1) ^ 1);
+    const uint32_t full = shared + mqa_shared::kQueriesFull;
+    stage_begin(full, kQueryImageBytes);
+    stage_copy(shared + mqa_shared::kQueries, args.queries + image * kQueryImageBytes, kQueryImageBytes, full,
+               evict_last_policy());
+    stage_end(full);
 }
 
 } // namespace tailpack

@@ -3,8 +3,8 @@
 // Cuts are made of the sequence's own numbers (base, num_tokens, T, window), so that its result does not depend on its
 // batch mates. With `seen` the first token that the first query sees:
 //   packed pages  [seen / 128, base / 128): the last ones, a sixteenth but at least 16, are cut into splits of up to 4
-//                 pages, from their start; the pages before them into splits of up to 16. All long splits come first in
-//                 the item list, all short ones last, so that the queue ends with small pieces of work.
+//                 pages, from their start; the pages before them into splits of up to kLongPages. All long splits come
+//                 first in the item list, all short ones last, so that the queue ends with small pieces of work.
 //   page rows     tokens [seen, base), from a page boundary on: the pages that would be cut short above in chunks of
 //                 kShortChunk tokens, those before them in chunks of PAGE_CHUNK (dense, fp8, shared rows)
 //   ring rows     tokens [max(seen, base), num_tokens) in chunks of kRowChunk, rows of the tail ring
@@ -23,7 +23,11 @@
 
 namespace tailpack {
 
-constexpr int kLongPages = 16;         // pages of a long split
+// Pages of a long split: kernels/decode_tiling.py, for cells that cut pages.
+#if !defined(TAILPACK_LONG_PAGES)
+#define TAILPACK_LONG_PAGES 16
+#endif
+constexpr int kLongPages = TAILPACK_LONG_PAGES;
 constexpr int kShortPages = 4;         // pages of a short split
 constexpr int kShortRegion = 16;       // pages at a sequence's end that are cut short, at least
 constexpr int kShortShare = 16;        // and at least this part of those it has

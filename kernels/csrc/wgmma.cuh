@@ -42,10 +42,8 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
 
 // ---- global memory
 
-// `bytes` (a multiple of 16) into L2, by one thread.
-__device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
+// The 128 bytes around an address into L2.
+__device__ __forceinline__ void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory"); }
 
 // ---- matrix descriptors (PTX ISA, "Matrix Descriptor Format"); byte offsets in units of 16
 
@@ -94,7 +92,7 @@ template <int COUNT> __device__ __forceinline__ void give_registers() {
 #define TAILPACK_SUM_NAMES_32 \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define TAILPACK_SUMS_128(d) \
+#define TAILPACK_SUMS_64(d) \
     "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
     "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
     "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
@@ -102,24 +100,10 @@ template <int COUNT> __device__ __forceinline__ void give_registers() {
     "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
     "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
     "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), \
-    "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
-    "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
-    "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
-    "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), \
-    "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), \
-    "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
-    "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
-    "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-#define TAILPACK_SUM_NAMES_128 \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
-    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63," \
-    "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
-    "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
-    "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
-    "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define TAILPACK_SUM_NAMES_64 \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 // clang-format on
 
 template <typename T> struct Wgmma;
@@ -133,19 +117,19 @@ template <typename T> struct Wgmma;
                          : TAILPACK_SUMS_32(d)                                                                              \
                          : "l"(a), "l"(b), "r"(static_cast<uint32_t>(accumulate)));                                         \
         }                                                                                                                   \
-        /* m64n256k16, A along rows, B across rows */                                                                       \
-        static __device__ __forceinline__ void output(float (&d)[128], uint64_t a, uint64_t b) {                            \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." NAME "." NAME " {" TAILPACK_SUM_NAMES_128           \
-                         "}, %128, %129, 1, 1, 1, 0, 1;"                                                                    \
-                         : TAILPACK_SUMS_128(d)                                                                             \
+        /* m64n128k16, A along rows, B across rows */                                                                       \
+        static __device__ __forceinline__ void output(float (&d)[64], uint64_t a, uint64_t b) {                            \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME " {" TAILPACK_SUM_NAMES_64           \
+                         "}, %64, %65, 1, 1, 1, 0, 1;"                                                                    \
+                         : TAILPACK_SUMS_64(d)                                                                             \
                          : "l"(a), "l"(b));                                                                                 \
         }                                                                                                                   \
-        /* m64n256k16, A in registers, B across rows */                                                                     \
-        static __device__ __forceinline__ void output(float (&d)[128], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,  \
+        /* m64n128k16, A in registers, B across rows */                                                                     \
+        static __device__ __forceinline__ void output(float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,  \
                                                       uint64_t b) {                                                         \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." NAME "." NAME " {" TAILPACK_SUM_NAMES_128           \
-                         "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"                                                      \
-                         : TAILPACK_SUMS_128(d)                                                                             \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME " {" TAILPACK_SUM_NAMES_64           \
+                         "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                                                      \
+                         : TAILPACK_SUMS_64(d)                                                                             \
                          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                                     \
         }                                                                                                                   \
     };
@@ -153,9 +137,9 @@ TAILPACK_WGMMA(__nv_bfloat16, "bf16")
 TAILPACK_WGMMA(__half, "f16")
 #undef TAILPACK_WGMMA
 #undef TAILPACK_SUMS_32
-#undef TAILPACK_SUMS_128
+#undef TAILPACK_SUMS_64
 #undef TAILPACK_SUM_NAMES_32
-#undef TAILPACK_SUM_NAMES_128
+#undef TAILPACK_SUM_NAMES_64
 
 } // namespace tailpack
 

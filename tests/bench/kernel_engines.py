@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.attention import PackedRegion, Part, attend_dense, attend_packed, merge
 from kernels.decode import Batch, DecodeLayer
+from kernels.decode_tiling import packed_long_pages
 from kernels.decode_workspace import DecodeLimits, new_workspace, packed_splits
 from tests.bench.kernel_cases import PAGE
 from tests.bench.kernel_inputs import Inputs, unpacked
@@ -26,8 +27,9 @@ class Gpu:
     def __init__(self, inputs: Inputs, *, profile: bool = False) -> None:
         case, table = inputs.case, inputs.batch.page_table
         pages = table.shape[1]
-        while case.extra_items > packed_splits(pages) * len(table):
-            pages += 16 * max(1, case.extra_items // len(table) - packed_splits(pages))
+        long_pages = packed_long_pages(case.dim)
+        while case.extra_items > (splits := packed_splits(pages, long_pages)) * len(table):
+            pages += 16 * max(1, case.extra_items // len(table) - splits)
         self.layer = DecodeLayer(
             keys=inputs.keys,
             values=inputs.values,

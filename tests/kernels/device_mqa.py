@@ -192,12 +192,12 @@ def profile_waits(report: Report, call: Call, extra: list[str]) -> None:
     torch.cuda.synchronize()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     slots = call.dump.view(torch.int64)[: 8 * sms].view(sms, 8).double().cpu()
-    names = ("producer: no free tile", "side 0: rows", "scores", "weights of side 1", "weighted rows")
-    means = {name: round(float(slots[:, 1 + i].mean()) / 1e3, 2) for i, name in enumerate(names)}
+    names = ("tile", "row", "score", "weight", "out")  # what the producer and side 0 wait for
+    means = {name: round(float(slots[:, 1 + i].mean()) / 1e3, 1) for i, name in enumerate(names)}
     ends = (slots[:, 6] - slots[:, 0].min()) / 1e3
     items = sorted(slots[:, 7].int().tolist())
     report.write(
-        "waits", us=means, first_end_us=float(ends.min()), last_end_us=float(ends.max()), items=(items[0], items[-1])
+        "waits", us=means, ends=[round(float(ends.min()), 1), round(float(ends.max()), 1)], items=items[:: sms - 1]
     )
 
 

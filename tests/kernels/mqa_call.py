@@ -14,6 +14,9 @@ from torch import Tensor
 
 from kernels import turboquant, turboquant_cuda
 from kernels.decode_args import PAGE_TOKENS, ROW_CHUNK, Counters, DecodeArgs, Item, Plan
+from kernels.decode_launch import MQA_THREADS
+from kernels.decode_tiling import MERGE_THREADS, MQA_LONG_PAGES
+from kernels.decode_workspace import packed_splits
 from kernels.page_layout import Region, page_layout
 from kernels.rotation import rotate
 
@@ -22,9 +25,8 @@ CODE_BYTES = WIDTH * BITS // 8
 VECTORS = 64  # of a work item
 PREPARE_VECTORS = 8  # TAILPACK_VECTORS: of a CTA of prepare
 IMAGE_BYTES = 64 * WIDTH * 2 + 64 * 4  # of 64 queries as a tile, and their factors
-THREADS = {"prepare": 32 * (PREPARE_VECTORS + 1), "attend": 384, "merge": 256}
+THREADS = {"prepare": 32 * (PREPARE_VECTORS + 1), "attend": MQA_THREADS, "merge": MERGE_THREADS}
 OUTSIDE = 2**30  # a page id that nobody may use
-LONG_PAGES, SHORT_PAGES, SHORT_REGION = 16, 4, 16  # csrc/plan.cuh
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -56,6 +58,7 @@ def cell_defines(row_type: str = "bf16", softcap: bool = False) -> dict[str, str
     return names | {
         "TAILPACK_WIDTH": str(WIDTH),
         "TAILPACK_SOURCE": "tq4",
+        "TAILPACK_LONG_PAGES": str(MQA_LONG_PAGES),
         "TAILPACK_TYPE": {"bf16": "__nv_bfloat16", "f16": "__half"}[row_type],
         "TAILPACK_VECTORS": str(PREPARE_VECTORS),
         "TAILPACK_SOFTCAP": str(int(softcap)),
@@ -173,7 +176,7 @@ class Call:
         args.tail_row_stride, args.tail_head_stride = size * self.tails.stride(1), size * self.tails.stride(2)
         args.tail_slots, args.ring_rows = self.slots.data_ptr(), case.ring_rows
 
-        packed = sum(-(-base // PAGE_TOKENS) // SHORT_PAGES + 2 for base in self.bases)
+        packed = sum(packed_splits(base // PAGE_TOKENS, MQA_LONG_PAGES) for base in self.bases)
         rows = batch * -(-case.ring_rows // ROW_CHUNK)
         blocks = -(-vectors // VECTORS)
         self.counters = self._new((ctypes.sizeof(Counters) // 4,), torch.int32)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels import turboquant
 from kernels.decode_args import Counters, DecodeArgs, Item, Plan
-from kernels.decode_tiling import query_bytes
+from kernels.decode_tiling import packed_long_pages, query_bytes
 from kernels.decode_workspace import packed_splits
 from kernels.widths import PRESETS
 
@@ -216,7 +216,8 @@ class Call:
         args.tail_row_stride, args.tail_head_stride = size * self.tails.stride(2), size * self.tails.stride(3)
         args.tail_slots, args.ring_rows = self.slots.data_ptr(), case.ring_rows
 
-        args.max_packed_items = sum(packed_splits(pages) for pages in self.pages_of)
+        long_pages = packed_long_pages(case.width)
+        args.max_packed_items = sum(packed_splits(pages, long_pages) for pages in self.pages_of)
         args.max_row_items = batch * -(-case.ring_rows // ROW_CHUNK)
         items = args.max_packed_items + args.max_row_items
         self.counters, self.plans, self.items = Counters(), (Plan * batch)(), (Item * items)()

@@ -187,8 +187,8 @@ def test_the_workspace_has_room_for_the_largest_call(case: Case, profile: bool) 
     vectors = shape.kv_heads * shape.num_vectors
     items = args.max_packed_items + args.max_row_items
     ring_items = 0 if inputs.tail is None else -(-args.ring_rows // 256)
-    if layer.launch.cuts_pages:
-        assert args.max_packed_items == limits.sequences * packed_splits(limits.pages)
+    if layer.launch.long_pages:
+        assert args.max_packed_items == limits.sequences * packed_splits(limits.pages, layer.launch.long_pages)
         assert args.max_row_items == limits.sequences * ring_items
     else:
         assert args.max_packed_items == 0
@@ -211,10 +211,11 @@ def test_the_workspace_has_room_for_the_largest_call(case: Case, profile: bool) 
 
 
 @pytest.mark.parametrize("pages", [0, 1, 4, 5, 15, 16, 17, 32, 33, 271, 272, 1024])
-def test_splits_are_counted_as_the_device_cuts_them(pages: int) -> None:
+@pytest.mark.parametrize("long_pages", [16, 32])
+def test_splits_are_counted_as_the_device_cuts_them(pages: int, long_pages: int) -> None:
     short = min(pages, max(16, pages // 16))
-    cuts = [*range(0, pages - short, 16), *range(pages - short, pages, 4)]
-    assert packed_splits(pages) == len(cuts)
+    cuts = [*range(0, pages - short, long_pages), *range(pages - short, pages, 4)]
+    assert packed_splits(pages, long_pages) == len(cuts)
     chunks = [*range(0, 128 * (pages - short), 512), *range(128 * (pages - short), 128 * pages, 128)]
     assert page_row_chunks(pages, 512) == len(chunks)
 

@@ -26,7 +26,6 @@ ROWS = {
     "kPageChunk": decode_launch.ROW_PAGE_CHUNK,
     "kMergeThreads": MERGE_THREADS,
     "kRowProfileSlots": len(SLOTS["decode_rows.cu"]),
-    "kLongPages": decode_workspace.LONG_SPLIT,
     "kShortPages": decode_workspace.SHORT_SPLIT,
     "kShortRegion": decode_workspace.SHORT_REGION,
     "kShortShare": decode_workspace.SHORT_SHARE,
@@ -66,6 +65,17 @@ def test_constants_are_those_of_the_sources(
     subprocess.run(["g++", *options, str(program), "-o", str(tmp_path / "constants")], check=True, timeout=200)
     out = subprocess.run([tmp_path / "constants"], capture_output=True, text=True, check=True, timeout=30).stdout
     assert dict(map(json.loads, out.splitlines())) == constants
+
+
+def test_long_splits_are_those_that_the_cell_is_compiled_with() -> None:
+    for cell, codecs, pages in (
+        (packed_cell(64, "tq4", AttentionVariant()), ("tq4", "tq4"), 32),
+        (packed_cell(128, "tq4", AttentionVariant()), ("tq4", "tq4"), 16),
+        (mqa_cell(512, "tq4", AttentionVariant(vectors=8)), ("tq4", None), 32),
+        (rows_cell(64, "fp8", AttentionVariant(vectors=8)), ("fp8", "fp8"), 0),
+    ):
+        assert launch_of(cell, DecodeShape(cell.width, 32, 1, *codecs), "sm_90a").long_pages == pages
+        assert int(dict(cell.defines).get("TAILPACK_LONG_PAGES", 0)) == pages
 
 
 def test_a_ctas_slots_have_room_in_the_workspace() -> None:

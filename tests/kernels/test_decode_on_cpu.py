@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cells import ROW_TYPES
-from kernels.decode_tiling import tiling_defines
+from kernels.decode_tiling import packed_long_pages, tiling_defines
 from kernels.decode_workspace import packed_splits
 from kernels.widths import COMPILED_WIDTHS, PRESETS
 from tests.kernels.emulator import Emulator, needs_compiler
@@ -201,11 +201,14 @@ def test_large_batches_read_the_plan_that_prepare_writes(cell_of: CellOf) -> Non
     check(run(cell_of(case), case, ctas=5))
 
 
-def test_items_cover_what_is_seen_once(cell_of: CellOf) -> None:
-    """Long splits of up to 16 pages come first, then the last 16 pages in splits of up to 4."""
-    lengths, tails = (6000, 0, 100, 2200, 4500), (300, 0, 100, 300, 20)
+@pytest.mark.parametrize("width", [64, 128])
+def test_items_cover_what_is_seen_once(cell_of: CellOf, width: int) -> None:
+    """Long splits of up to 16 pages, or 32 at width 64, come first, then the last 16 pages in splits of up to 4."""
+    long_pages = packed_long_pages(width)
+    assert long_pages == {64: 32, 128: 16}[width]
+    lengths, tails = (7000, 0, 100, 2200, 4500), (300, 0, 100, 300, 20)
     for window in (0, 1000, 50):
-        case = seeded(Case(64, lengths=lengths, tails=tails, ring_rows=512, group=1, kv_heads=1, window=window))
+        case = seeded(Case(width, lengths=lengths, tails=tails, ring_rows=512, group=1, kv_heads=1, window=window))
         call = run(cell_of(case), case)
         expected: list[tuple[int, int, int]] = []
         for region in ("long", "short"):
@@ -213,11 +216,11 @@ def test_items_cover_what_is_seen_once(cell_of: CellOf) -> None:
                 n = case.lengths[i]
                 begin = min(max(0, n - window) // PAGE if window else 0, end)
                 short = max(begin, end - 16)
-                first, last, step = (begin, short, 16) if region == "long" else (short, end, 4)
+                first, last, step = (begin, short, long_pages) if region == "long" else (short, end, 4)
                 expected += [(i, page, min(step, last - page)) for page in range(first, last, step)]
         listed = [(item.sequence, item.first, item.count) for item in call.items[: call.counters.num_packed]]
         assert listed == expected
-        assert len(expected) <= sum(packed_splits(pages) for pages in call.pages_of)
+        assert len(expected) <= sum(packed_splits(pages, long_pages) for pages in call.pages_of)
         for i, n in enumerate(case.lengths):
             seen = max(call.bases[i], n - window if window else 0)
             assert call.plans[i].num_rows == -(-(n - seen) // ROW_CHUNK)

@@ -31,10 +31,7 @@ inline void store_shared_4(uint32_t address, uint32_t x, Where where = Where::he
 inline uint32_t load_shared_4(uint32_t address, Where where = Where::here()) {
     return load_shared<uint32_t>(address, "load_shared_4", where);
 }
-inline void prefetch_l2(const void* from, uint32_t bytes, Where where = Where::here()) {
-    if (reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0)
-        cta::fail(cta::format("prefetch_l2: %u bytes from %p", bytes, from), where);
-}
+inline void prefetch_l2(const void*) {}
 
 // ---- matrix descriptors
 
@@ -80,7 +77,7 @@ inline uint16_t operand_value(uint64_t operand, int row, int along, bool across,
     return bits;
 }
 __attribute__((optimize("O3"))) inline void run_product(const Product& p) {
-    static thread_local float a[16][16], b[16][256], sums[256];
+    static thread_local float a[16][16], b[16][128], sums[128];
     for (int row = 0; row < 16; row++)
         for (int k = 0; k < 16; k++) {
             // a[0], a[1]: rows g, g + 8, k = 2 t, + 1; a[2], a[3]: k + 8
@@ -165,11 +162,11 @@ template <typename T> struct Wgmma {
     static void scores(float (&d)[32], uint64_t a, uint64_t b, bool accumulate, Where where = Where::here()) {
         issue({d, {}, a, b}, 64, false, false, accumulate, where);
     }
-    static void output(float (&d)[128], uint64_t a, uint64_t b, Where where = Where::here()) {
-        issue({d, {}, a, b}, 256, false, true, true, where);
+    static void output(float (&d)[64], uint64_t a, uint64_t b, Where where = Where::here()) {
+        issue({d, {}, a, b}, 128, false, true, true, where);
     }
-    static void output(float (&d)[128], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, Where where = Where::here()) {
-        issue({d, {a0, a1, a2, a3}, 0, b}, 256, true, true, true, where);
+    static void output(float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, Where where = Where::here()) {
+        issue({d, {a0, a1, a2, a3}, 0, b}, 128, true, true, true, where);
     }
 };
 
