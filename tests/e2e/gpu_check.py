@@ -1,9 +1,9 @@
 """The demo's program and a whole cluster on a machine with a GPU: `python -m tests.e2e.gpu_check --records FILE`.
 
 Needs the demo model, as `make demo` installs it. Serves SmolLM2 with KV mode turboquant through the device arena and
-the GPU kernels, reads the seal counters, compares the text with mode dense, kills the worker with SIGKILL, and sees the
-next one go on in the same memory. Prints one JSON line a finding; exit status 1 when one of them is not as it must be.
-With `--device cpu` it does the same on a CPU.
+the GPU kernels, reads the seal counters, kills the worker with SIGKILL and sees the next one go on in the same memory,
+and compares log-probabilities with those of float32 on a CPU in the same KV mode. Prints one JSON line a finding; exit
+status 1 when one of them is not as it must be. With `--device cpu` it does the same on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from tests.e2e.cluster import ClusterProcess, run_cli, running
 
 PROMPT = "Tell a long story about a lighthouse keeper who finds a map. Give every chapter a title."
 SEALS_FROM = 272  # tokens of a sequence, when its first page is sealed
-LEAST_ALIKE = 100  # of greedy tokens, dense and packed: nothing is packed before SEALS_FROM
+CUTS = (100, 700, 1400)  # tokens of the prompts whose continuations are compared; from 512 on packed rows are read
+NUM_COMPARED = 4  # tokens of each: the first comes from prefill, the others from decode
+MOST_APART = {"dense": 0.15, "turboquant": 0.5}  # nats, of a likely token's log-probability from float32 on a CPU
 RESTART_TIMEOUT_S = 90.0
 
 
@@ -65,6 +67,40 @@ async def generate(router: str, max_tokens: int) -> tuple[str, list[int]]:
     return text, token_ids
 
 
+Positions = list[list[dict[int, float]]]
+"""Of each prompt, of each token behind it: log-probabilities of the likeliest tokens, the chosen one first."""
+
+
+async def likeliest(router: str, token_ids: list[int]) -> Positions:
+    """Behind prompts of CUTS tokens, made of ``token_ids`` again and again. Greedy, nothing reused."""
+    found: Positions = []
+    async with Client(router) as client:
+        for cut in CUTS:
+            prompt = (token_ids * (1 + cut // len(token_ids)))[:cut]
+            positions: list[dict[int, float]] = []
+            async for chunk in client.generate(
+                prompt, max_tokens=NUM_COMPARED, logprobs=5, ignore_eos=True, prefix_reuse="none"
+            ):
+                positions += [
+                    {token.token_id: token.logprob for token in (each.chosen, *each.top)} for each in chunk.logprobs
+                ]
+            found.append(positions)
+    return found
+
+
+def apart(one: Positions, two: Positions) -> tuple[int, float]:
+    """(positions compared, largest difference of a log-probability that both name). Behind a first difference in the
+    chosen token the continuations are of different texts, and not compared."""
+    count, most = 0, 0.0
+    for a, b in zip(one, two, strict=True):
+        for left, right in zip(a, b, strict=True):
+            count += 1
+            most = max(most, *(abs(left[token] - right[token]) for token in left.keys() & right.keys()), 0.0)
+            if next(iter(left)) != next(iter(right)):
+                break
+    return count, most
+
+
 def demo(check: Check, folder: Path) -> None:
     prompts = folder / "prompts.txt"
     prompts.write_text(
@@ -80,6 +116,7 @@ def demo(check: Check, folder: Path) -> None:
 
 def serve(check: Check, folder: Path) -> None:
     texts: dict[str, list[int]] = {}
+    positions: dict[str, Positions] = {}
     for mode in ("dense", "turboquant"):
         place = folder / mode
         place.mkdir()
@@ -100,13 +137,27 @@ def serve(check: Check, folder: Path) -> None:
                 sealed=sealed,
                 text=text[:600],
             )
+            positions[mode] = asyncio.run(likeliest(cluster.router, texts["dense"]))
             memory = run_cli("memory", "--router", cluster.router)
             out = memory.stdout.decode()
             check.say(f"memory-{mode}", memory.returncode == 0 and "weights" in out, out=out[-1500:])
             if mode == "turboquant":
                 killed(check, cluster, texts[mode])
-    same = num_alike(*texts.values())
-    check.say("dense-and-packed-agree", same >= LEAST_ALIKE, tokens_alike=same)
+    for mode, found in positions.items():
+        place = folder / f"{mode}-reference"
+        place.mkdir()
+        options = ["--workers", "1", "--device", "cpu", "--kv-mode", mode, "--kv-bytes", "1G"]
+        options += ["--kv-preset", check.preset] * (mode == "turboquant")
+        with running(place, "smollm2", [*options, "--max-sequence-tokens", "4096"]) as cluster:
+            reference = asyncio.run(likeliest(cluster.router, texts["dense"]))
+        count, most = apart(found, reference)
+        check.say(
+            f"like-float32-on-a-cpu-{mode}",
+            count >= 2 * len(CUTS) and most <= MOST_APART[mode],
+            positions=count,
+            most_nats_apart=round(most, 4),
+            limit=MOST_APART[mode],
+        )
 
 
 def killed(check: Check, cluster: ClusterProcess, before: list[int]) -> None:
