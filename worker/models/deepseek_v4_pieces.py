@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from worker.batch import DECODE_TILE
 from worker.models.layers import ONE_THREAD_ELEMENTS
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
@@ -14,10 +15,12 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 def by_rows(function: Elementwise, x: torch.Tensor, *, deterministic: bool) -> torch.Tensor:
     """function(x) of x [R, width], elementwise.
 
-    ``deterministic``: in pieces of whole rows, small enough for one thread. ATen cuts larger tensors between threads at
-    any element, and computes what a thread's share leaves over of a vector register by another exp, cos or log.
+    ``deterministic``: in pieces of whole tiles of 8 rows, small enough for one thread. ATen cuts larger tensors between
+    threads at any element, and computes what a share leaves over of two vector registers by another exp, cos or log.
+    With R a multiple of 8 and width one of 4 nothing is left over.
     """
-    step = max(1, ONE_THREAD_ELEMENTS // x.shape[-1])
+    fitting = ONE_THREAD_ELEMENTS // x.shape[-1]
+    step = fitting // DECODE_TILE * DECODE_TILE or max(1, fitting)
     if not deterministic or len(x) <= step:
         return function(x)
     return torch.cat([function(x[first : first + step]) for first in range(0, len(x), step)])
