@@ -57,15 +57,27 @@ __device__ __forceinline__ void load_codes(uint4 (&codes)[4], const uint8_t* fro
 #pragma unroll
     for (int i = 0; i < 4; i++) codes[i] = load_stream_16(from + i / 2 * 8 * (kMqaWidth / 2) + i % 2 * 64);
 }
+// Whether two decoded values stand in registers of their own before the first is stored. A store reads its registers late:
+// with all values in the same four, each is decoded only when the one before has left. (The barrier is what keeps the
+// assembler from it; with the first codes it would cost registers that are not there.)
+#if !defined(TAILPACK_MQA_PAIR_STORES)
+#define TAILPACK_MQA_PAIR_STORES 1
+#endif
+constexpr bool kPairStores = TAILPACK_MQA_PAIR_STORES;
+
 // chunk: where the thread's first four chunks lie in the half of tile 0.
 __device__ __forceinline__ void store_decoded(const uint4 (&codes)[4], const uint32_t (&chunk)[4], int tile) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const uint32_t to = static_cast<uint32_t>(tile) * mqa_shared::kTile + i / 2 * 8 * 128 + i % 2 * 2 * mqa_shared::kSlab;
-        store_shared_16(chunk[0] + to, decode_codes<kMqaWidth>(codes[i].x));
-        store_shared_16(chunk[1] + to, decode_codes<kMqaWidth>(codes[i].y));
-        store_shared_16(chunk[2] + to, decode_codes<kMqaWidth>(codes[i].z));
-        store_shared_16(chunk[3] + to, decode_codes<kMqaWidth>(codes[i].w));
+        uint4 a = decode_codes<kMqaWidth>(codes[i].x), b = decode_codes<kMqaWidth>(codes[i].y);
+        if (kPairStores && i > 0) __syncwarp();
+        store_shared_16(chunk[0] + to, a);
+        store_shared_16(chunk[1] + to, b);
+        a = decode_codes<kMqaWidth>(codes[i].z), b = decode_codes<kMqaWidth>(codes[i].w);
+        if (kPairStores) __syncwarp();
+        store_shared_16(chunk[2] + to, a);
+        store_shared_16(chunk[3] + to, b);
     }
 }
 
