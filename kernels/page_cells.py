@@ -3,25 +3,49 @@ one that appends rows."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kernels.cells import MAX_NORM, ROW_TYPES, ZERO_NORM, Cell
 from kernels.widths import COMPILED_WIDTHS
 
-WARPS = 4  # of a CTA: kRowWarpsOfCta in csrc/seal.cuh
 GROUP_ROWS = 32  # rows of a unit: kGroupRows in csrc/page_rows.cuh
-_LANE_VALUES = 128  # of a row in one lane's registers
+_FP8_WARPS, _FP8_CTAS_PER_SM = 4, 8
 _ELEMENT_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
-_CTAS_PER_SM = {64: 4, 128: 3, 256: 2, 512: 2}  # as many as registers allow with next to no spilling on any arch
+_STATIC_SHARED_BYTES = 1024  # of each CTA, the machine's own
+
+
+class RowTiling(NamedTuple):
+    """How rows of a width are spread: over how many lanes each, and over how many warps an SM's registers."""
+
+    lanes: int
+    warps: int
+
+
+_TILINGS = {64: RowTiling(1, 16), 128: RowTiling(1, 12), 256: RowTiling(4, 16), 512: RowTiling(8, 16)}
+_MAX_CTA_WARPS = (
+    16  # warps of one CTA fetch their instructions together (csrc/seal.cuh), so CTAs are as large as they can be
+)
+
+
+class PageGrid(NamedTuple):
+    """CTAs that an SM holds at a time, warps and dynamic shared memory of each."""
+
+    ctas_per_sm: int
+    warps: int
+    shared_bytes: int
 
 
 def seal_cell(width: int, row_type: str) -> Cell:
     """Seal and restore of TurboQuant rows of `row_type` ("bf16", "f16", "f32") of a compiled width."""
+    tiling = _TILINGS[width]
     seal, restore = (f"{verb}_w{width}_{row_type}" for verb in ("seal", "restore"))
     defines = {
         "TAILPACK_KERNEL_SEAL": seal,
         "TAILPACK_KERNEL_RESTORE": restore,
         "TAILPACK_TYPE": ROW_TYPES[row_type],
         "TAILPACK_WIDTH": str(width),
-        "TAILPACK_CTAS_PER_SM": str(_CTAS_PER_SM[width]),
+        "TAILPACK_ROW_LANES": str(tiling.lanes),
+        "TAILPACK_ROW_WARPS": str(tiling.warps),
         "TAILPACK_ZERO_NORM": repr(ZERO_NORM),
         "TAILPACK_MAX_NORM": repr(MAX_NORM),
     }
@@ -40,20 +64,28 @@ def fp8_cell(row_type: str) -> Cell:
     return Cell("seal_fp8.cu", 0, "fp8", row_type, (seal, restore), tuple(defines.items()))
 
 
-def ctas_per_sm(cell: Cell) -> int:
-    """CTAs that one SM holds at a time, if its shared memory allows."""
-    return _CTAS_PER_SM.get(cell.width, 8)
-
-
-def shared_bytes(cell: Cell) -> int:
-    """Dynamic shared memory of a CTA: sizeof(SharedRows) in csrc/seal.cuh. None for fp8."""
+def page_grid(cell: Cell, cta_shared_bytes: int, sm_shared_bytes: int) -> PageGrid:
+    """The grid that keeps most warps at work where a CTA may have, and an SM has, so much shared memory."""
     if cell.source != "seal.cu":
-        return 0
-    lanes = max(1, cell.width // _LANE_VALUES)
+        return PageGrid(_FP8_CTAS_PER_SM, _FP8_WARPS, 0)
+    of_sm = _TILINGS[cell.width].warps
+    grids = []
+    for warps in range(min(of_sm, _MAX_CTA_WARPS), 0, -1):
+        size = shared_bytes(cell, warps)
+        ctas = min(of_sm // warps, sm_shared_bytes // (size + _STATIC_SHARED_BYTES))
+        if size <= cta_shared_bytes:
+            grids.append(PageGrid(ctas, warps, size))
+    return max(grids, key=lambda grid: grid.ctas_per_sm * grid.warps)  # of equals the first, which has the largest CTAs
+
+
+def shared_bytes(cell: Cell, warps: int) -> int:
+    """Dynamic shared memory of a CTA of that many warps: SharedRows in csrc/seal.cuh up to its last warp."""
+    lanes = _TILINGS[cell.width].lanes
     rows = GROUP_ROWS // lanes * (cell.width * _ELEMENT_BYTES[cell.variant] + 16 * lanes)
     staged = GROUP_ROWS * (4 * (cell.width // 8 + 4) + 4)
+    units = 3 * (16 * 8 + 8 * 8 + 4 * 4 + 16)
     tables = 2 * 3 * 32 * 4 + 16 * 4
-    return tables + WARPS * (rows + staged + 16)
+    return tables + warps * (rows + staged + units + 16)
 
 
 # Appending copies bytes, whatever the rows are.

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.cells import ROW_TYPES, Cell
 from kernels.errors import ArgumentError, LayoutError, RowError
 from kernels.loader import launch
-from kernels.page_cells import GROUP_ROWS, WARPS, ctas_per_sm, fp8_cell, seal_cell, shared_bytes
+from kernels.page_cells import GROUP_ROWS, fp8_cell, page_grid, seal_cell
 from kernels.page_layout import RegionPlanes
 from kernels.record_sizes import SCALE_BYTES, code_bytes
 from kernels.widths import require_compiled
@@ -323,15 +323,16 @@ def _launch(group: PageGroup, kernel: int, pages: Tensor, results: tuple[Tensor,
         )
     if len(pages) == 0:
         return
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    ctas = min(-(-len(pages) * len(group.units) // WARPS), sms * ctas_per_sm(group.cell))
+    sm = torch.cuda.get_device_properties(device)
+    grid = page_grid(group.cell, sm.shared_memory_per_block_optin, sm.shared_memory_per_multiprocessor)
+    ctas = min(-(-len(pages) * len(group.units) // grid.warps), sm.multi_processor_count * grid.ctas_per_sm)
     tables = (pages, group.regions, group.units, len(pages), len(group.units), group.arena, group.arena.stride(0))
     launch(
         group.cell,
         group.cell.kernels[kernel],
         device,
         ctas=ctas,
-        threads=32 * WARPS,
+        threads=32 * grid.warps,
         arguments=(*tables, *results),
-        shared_bytes=shared_bytes(group.cell),
+        shared_bytes=grid.shared_bytes,
     )

@@ -116,6 +116,7 @@ __device__ __forceinline__ void seal_fp8_pages(const PageTables& tables, uint64_
     const int lane_of_row = lane % kFp8Lanes, group = lane / kFp8Lanes;
     UnitCursor cursor(tables, blockIdx.x * warps + static_cast<uint32_t>(warp), gridDim.x * warps);
     for (; !cursor.done(tables); cursor.advance(tables)) {
+        if (!cursor.in_use(tables)) continue;
         const PageRegion& region = tables.regions[cursor.unit(tables).region];
         const PageRows& page = tables.pages[cursor.entry];
         const Fp8Place place(region, cursor.unit(tables));
@@ -162,6 +163,7 @@ template <typename T> __device__ __forceinline__ void restore_fp8_pages(const Pa
     constexpr float kMax = largest_finite<T>();
     UnitCursor cursor(tables, blockIdx.x * warps + static_cast<uint32_t>(warp), gridDim.x * warps);
     for (; !cursor.done(tables); cursor.advance(tables)) {
+        if (!cursor.in_use(tables)) continue;
         const PageRegion& region = tables.regions[cursor.unit(tables).region];
         const PageRows& page = tables.pages[cursor.entry];
         const Fp8Place place(region, cursor.unit(tables));

@@ -51,7 +51,8 @@ struct PageTables {
     int64_t page_bytes;
 };
 
-// Goes through the units of all pages of a call in steps of `step`, without a division a step.
+// Goes through the units of all entries of a call in steps of `step`, without a division a step. Entries that are to be
+// skipped are met too.
 struct UnitCursor {
     int64_t entry; // index in PageTables::pages
     int32_t at;    // index in PageTables::units
@@ -64,27 +65,55 @@ struct UnitCursor {
         at = static_cast<int32_t>(first % units);
         step_entries = step / units;
         step_units = static_cast<int32_t>(step % units);
-        skip_unused(tables, 0);
     }
     __device__ __forceinline__ bool done(const PageTables& tables) const { return entry >= tables.num_pages; }
-    __device__ __forceinline__ void advance(const PageTables& tables) { skip_unused(tables, 1); }
+    __device__ __forceinline__ bool in_use(const PageTables& tables) const { return tables.pages[entry].page >= 0; }
+    __device__ __forceinline__ void advance(const PageTables& tables) {
+        entry += step_entries;
+        at += step_units;
+        if (at >= tables.num_units) {
+            at -= static_cast<int32_t>(tables.num_units);
+            entry++;
+        }
+    }
     __device__ __forceinline__ PageUnit unit(const PageTables& tables) const {
         const int4 raw = __ldg(reinterpret_cast<const int4*>(tables.units) + at);
         return {raw.x, raw.y, raw.z, raw.w};
     }
+};
 
-  private:
-    // `steps` steps, and on to the next entry in use.
-    __device__ __forceinline__ void skip_unused(const PageTables& tables, int steps) {
-        while (steps > 0 || (entry < tables.num_pages && tables.pages[entry].page < 0)) {
-            entry += step_entries;
-            at += step_units;
-            if (at >= tables.num_units) {
-                at -= static_cast<int32_t>(tables.num_units);
-                entry++;
-            }
-            steps = 0;
+// What the tables say of one unit, in the shared memory of the warp that has it.
+struct alignas(16) UnitTables {
+    PageRegion region;
+    PageRows page;
+    PageUnit unit;
+    int64_t entry; // -1: there is no such unit, and the rest means nothing
+
+    __device__ __forceinline__ bool in_use() const { return entry >= 0 && page.page >= 0; }
+};
+
+// Copies the tables' entries of a warp's units into shared memory, each well before they are needed: one look-up of the
+// tables waits for another, and a unit is too short to hide that.
+struct UnitLookup {
+    UnitCursor cursor;
+    int32_t region; // of the unit that is copied next
+
+    __device__ __forceinline__ UnitLookup(const PageTables& tables, uint32_t first, uint32_t step)
+        : cursor(tables, first, step), region(cursor.unit(tables).region) {}
+
+    // Start the copy of the next unit's; it is complete when the lanes' copies are, but `entry` after a barrier of the warp.
+    __device__ __forceinline__ void start_copy(const PageTables& tables, UnitTables& to, int lane) {
+        constexpr int kRegion = sizeof(PageRegion) / 16, kPage = sizeof(PageRows) / 16;
+        const bool exists = !cursor.done(tables);
+        if (exists && lane <= kRegion + kPage) {
+            const void* from = lane < kRegion           ? reinterpret_cast<const uint4*>(tables.regions + region) + lane
+                               : lane < kRegion + kPage ? reinterpret_cast<const uint4*>(tables.pages + cursor.entry) + (lane - kRegion)
+                                                        : reinterpret_cast<const uint4*>(tables.units) + cursor.at;
+            lane_copy_16(shared_address(&to) + 16 * lane, from);
         }
+        if (lane == 0) to.entry = exists ? cursor.entry : -1;
+        cursor.advance(tables);
+        region = cursor.unit(tables).region;
     }
 };
 

@@ -59,8 +59,10 @@ __device__ __forceinline__ void restore_pages(const PageTables& tables, SharedRo
     shared.tables.template fill<WIDTH>(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
     __syncthreads();
 
-    UnitCursor cursor(tables, blockIdx.x * kRowWarpsOfCta + static_cast<uint32_t>(warp), gridDim.x * kRowWarpsOfCta);
+    const uint32_t warps = blockDim.x / 32;
+    UnitCursor cursor(tables, blockIdx.x * warps + static_cast<uint32_t>(warp), gridDim.x * warps);
     for (; !cursor.done(tables); cursor.advance(tables)) {
+        if (!cursor.in_use(tables)) continue;
         const PageUnit unit = cursor.unit(tables);
         const PageRegion& region = tables.regions[unit.region];
         const PageRows& page = tables.pages[cursor.entry];

@@ -15,14 +15,12 @@ constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr float kZeroNorm = TAILPACK_ZERO_NORM; // below it a row stores scale 0 and decodes to exact zeros
 constexpr float kMaxNorm = TAILPACK_MAX_NORM;   // above it a row is refused
 
-#ifndef TAILPACK_ROW_LANES
-#define TAILPACK_ROW_LANES 1
-#endif
-
 template <int WIDTH> struct RowLanes {
-    static constexpr int kLanes = WIDTH / 128 > TAILPACK_ROW_LANES ? WIDTH / 128 : TAILPACK_ROW_LANES;
+    static constexpr int kLanes = TAILPACK_ROW_LANES;
+    static_assert(WIDTH / kLanes >= 32 && WIDTH / kLanes <= 128, "signs come in words, and registers are few");
     static constexpr int kValues = WIDTH / kLanes; // of a row in one lane
     static constexpr int kChunks = kValues / kChunk;
+    static constexpr int kSignWords = kValues / 32;
     static constexpr int kRows = 32 / kLanes;   // rows that a warp holds
     static constexpr int kPasses = kLanes;      // until it has held 32
     static constexpr int kWords = WIDTH / kChunk; // nibble words of a row
@@ -149,7 +147,7 @@ template <int WIDTH> __device__ constexpr uint32_t lane_signs(int q, int w) {
 struct RowTables {
     float negated_boundary[3][32]; // by candidate
     float value[3][32];            // by the five low bits of any number whose four low ones are the code
-    alignas(16) uint32_t signs[4][4]; // of the diagonal: bit i % 32 of [q][i / 32] is that of value i of lane q of a row
+    alignas(16) uint32_t signs[16]; // of the diagonal: bit i % 32 of [kSignWords * q + i / 32], of value i of lane q of a row
 
     template <int WIDTH> __device__ __forceinline__ void fill(int thread, int num_threads) {
         for (int i = thread; i < 32; i += num_threads) {
@@ -161,8 +159,8 @@ struct RowTables {
             value[2][i] = Candidates<WIDTH, 4>::value(i % 16);
 #pragma unroll
             for (int k = 0; k < WIDTH / 32; k++) { // the index by which signs are looked up has to be a constant
-                constexpr int kWords = RowLanes<WIDTH>::kValues / 32;
-                if (i == k) signs[k / kWords][k % kWords] = lane_signs<WIDTH>(k / kWords, k % kWords);
+                constexpr int kSignWords = RowLanes<WIDTH>::kSignWords;
+                if (i == k) signs[k] = lane_signs<WIDTH>(k / kSignWords, k % kSignWords);
             }
         }
     }
@@ -173,13 +171,13 @@ struct RowTables {
 template <int WIDTH> struct Diagonal {
     using L = RowLanes<WIDTH>;
     static constexpr bool kKnown = L::kLanes == 1;
-    uint32_t words[kKnown ? 1 : L::kValues / 32]; // bit i % 32 of word i / 32: value i of this lane is negated
+    uint32_t words[kKnown ? 1 : L::kSignWords]; // bit i % 32 of word i / 32: value i of this lane is negated
 
     // Made anew for each row: the compiler would keep the masks of all values if they were the same for all rows.
     __device__ __forceinline__ Diagonal(const RowTables& tables, int lane) {
         if constexpr (!kKnown) {
 #pragma unroll
-            for (int w = 0; w < L::kValues / 32; w++) words[w] = tables.signs[lane % L::kLanes][w];
+            for (int w = 0; w < L::kSignWords; w++) words[w] = tables.signs[lane % L::kLanes * L::kSignWords + w];
         }
     }
     __device__ __forceinline__ float flip(float x, int i) const {

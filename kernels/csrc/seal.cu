@@ -4,7 +4,7 @@
 
 using namespace tailpack;
 
-extern "C" __global__ void __launch_bounds__(32 * kRowWarpsOfCta, TAILPACK_CTAS_PER_SM)
+extern "C" __global__ void __launch_bounds__(32 * kMaxRowWarps)
 TAILPACK_KERNEL_SEAL(const PageRows* pages, const PageRegion* regions, const PageUnit* units, long long num_pages,
                      long long num_units, uint8_t* arena, long long page_bytes, uint64_t* checksums,
                      long long* first_bad_row) {
@@ -14,7 +14,7 @@ TAILPACK_KERNEL_SEAL(const PageRows* pages, const PageRegion* regions, const Pag
                                               *reinterpret_cast<SharedRows<TAILPACK_WIDTH, TAILPACK_TYPE>*>(shared));
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kRowWarpsOfCta, TAILPACK_CTAS_PER_SM)
+extern "C" __global__ void __launch_bounds__(32 * kMaxRowWarps)
 TAILPACK_KERNEL_RESTORE(const PageRows* pages, const PageRegion* regions, const PageUnit* units, long long num_pages,
                         long long num_units, uint8_t* arena, long long page_bytes) {
     TAILPACK_DYNAMIC_SHARED(shared);

@@ -1,6 +1,6 @@
 // Seal: dense rows of a sequence, out of its tail or the step's workspace, into pages, with the pages' checksums.
 //
-// Each warp takes units of 32 rows, one after the other, on its own. A pass holds 32 / kLanes rows in registers; the rows
+// Each warp takes units of 32 rows, one after the other. A pass holds 32 / kLanes rows in registers; the rows
 // of the next pass are copied into the warp's shared memory while it computes. The codes of a unit meet in shared memory,
 // where they are put into the order of their plane and written 16 bytes a lane.
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace tailpack {
 
-constexpr int kRowWarpsOfCta = 4;
+constexpr int kMaxRowWarps = TAILPACK_ROW_WARPS; // of a CTA; a launch may have fewer
 
 // Shared memory of one warp: rows as they come in or go out, codes, and a barrier for the rows.
 template <int WIDTH, typename T> struct WarpRows {
@@ -21,6 +21,7 @@ template <int WIDTH, typename T> struct WarpRows {
     static constexpr int kCopies = L::kRows * kPieces / 32;   // of each lane, for a pass
     alignas(16) uint8_t rows[L::kRows * kPitch];
     alignas(16) StagedCodes<WIDTH> staged;
+    alignas(16) UnitTables units[3]; // of the unit at work, the next one and the one after it
     alignas(8) uint64_t arrived;
 
     // Values of the lane's chunk s of its row: 8 of 2 bytes in one register quad, or of 4 bytes in two.
@@ -50,7 +51,7 @@ __device__ __forceinline__ uint8_t* address_of_lane(const uint8_t* address, int 
 
 template <int WIDTH, typename T> struct SharedRows {
     RowTables tables;
-    WarpRows<WIDTH, T> warps[kRowWarpsOfCta];
+    WarpRows<WIDTH, T> warps[kMaxRowWarps];
 };
 
 // A lane's part of a row as it was read: registers, not yet floats.
@@ -156,25 +157,24 @@ template <int WIDTH> __device__ __forceinline__ int row_of_pass(int pass, int la
 
 // Start the copy of a pass' rows; rows that the page does not have are read as its last one.
 template <int WIDTH, typename T>
-__device__ __forceinline__ void start_rows(const PageTables& tables, const UnitCursor& cursor, int pass,
-                                           WarpRows<WIDTH, T>& shared, int lane) {
+__device__ __forceinline__ void start_rows(const UnitTables& of, int pass, WarpRows<WIDTH, T>& shared, int lane) {
     using S = WarpRows<WIDTH, T>;
-    const PageUnit unit = cursor.unit(tables);
-    const PageRegion& region = tables.regions[unit.region];
-    const int row = min(unit.first_row + row_of_pass<WIDTH>(pass, lane), static_cast<int>(region.rows) - 1);
+    const int row = min(of.unit.first_row + row_of_pass<WIDTH>(pass, lane), static_cast<int>(of.region.rows) - 1);
     const uint32_t to = shared_address(shared.rows);
-    const uint8_t* of_lane = row_address(tables.pages[cursor.entry], region, unit.head, row);
+    const uint8_t* of_lane = row_address(of.page, of.region, of.unit.head, row);
 #pragma unroll
     for (int i = 0; i < S::kCopies; i++) {
         const uint8_t* from = address_of_lane(of_lane, S::row_of_copy(i, lane) * S::L::kLanes);
         const uint32_t at = S::row_of_copy(i, lane) * S::kPitch + S::byte_of_copy(i, lane);
         lane_copy_16(to + at, from + S::byte_of_copy(i, lane));
     }
-    lane_copies_arrive(shared_address(&shared.arrived));
 }
 
 // Rows below `begin` stay as they are in the page. checksums [num_pages], zeroed by the caller: each page's sum is added.
 // first_bad_row: lowered to entry << 32 | region << 20 | head << 8 | row of the first row, in that order, that does not pack.
+//
+// The warps of a CTA work on units of their own, but begin each of them together: a unit is more code than the instruction
+// caches hold, so warps that are not far apart in it fetch it once for all.
 template <int WIDTH, typename T>
 __device__ __forceinline__ void seal_pages(const PageTables& tables, uint64_t* checksums, long long* first_bad_row,
                                            SharedRows<WIDTH, T>& shared) {
@@ -183,48 +183,71 @@ __device__ __forceinline__ void seal_pages(const PageTables& tables, uint64_t* c
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0); // the same in all lanes, for the compiler
     WarpRows<WIDTH, T>& own = shared.warps[warp];
     shared.tables.template fill<WIDTH>(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+    const uint32_t arrived = shared_address(&own.arrived);
     if (lane == 0) {
-        mbarrier_init(shared_address(&own.arrived), 32);
+        mbarrier_init(arrived, 32);
         mbarrier_init_fence();
     }
     __syncthreads();
 
+    // A phase of `arrived`: the rows of a pass and, with a unit's first ones, the tables of the unit after it.
+    const uint32_t warps = blockDim.x / 32, first = blockIdx.x * warps, step = gridDim.x * warps;
+    const int64_t num_slots = tables.num_pages * tables.num_units;
     uint32_t parity = 0;
-    UnitCursor cursor(tables, blockIdx.x * kRowWarpsOfCta + static_cast<uint32_t>(warp), gridDim.x * kRowWarpsOfCta);
-    if (!cursor.done(tables)) start_rows(tables, cursor, 0, own, lane);
-    while (!cursor.done(tables)) {
-        UnitCursor next = cursor;
-        next.advance(tables);
-        const PageUnit unit = cursor.unit(tables);
-        const PageRegion& region = tables.regions[unit.region];
-        const PageRows& page = tables.pages[cursor.entry];
-        const UnitPlace place(region, unit);
-        const int kept = first_row_from(page.begin, region, place);
-        PageWriter writer{tables.arena + page.page * tables.page_bytes};
-        if (kept > 0) load_codes<WIDTH>(writer.page, region, place, own.staged, lane);
+    UnitLookup lookup(tables, first + static_cast<uint32_t>(warp), step);
+    lookup.start_copy(tables, own.units[0], lane);
+    lane_copies_arrive(arrived);
+    mbarrier_wait(arrived, parity);
+    parity ^= 1;
+    __syncwarp();
+    if (own.units[0].in_use()) start_rows(own.units[0], 0, own, lane);
+    lookup.start_copy(tables, own.units[1], lane);
+    lane_copies_arrive(arrived);
+
+    int current = 0;
+    for (int64_t slot = first; slot < num_slots; slot += step) { // as often in all warps
+        __syncthreads();
+        const UnitTables& of = own.units[current];
+        current = current == 2 ? 0 : current + 1;
+        const UnitTables& next = own.units[current];
+        UnitTables& after_next = own.units[current == 2 ? 0 : current + 1];
+        const bool in_use = of.in_use();
+        const UnitPlace place(of.region, of.unit);
+        const int kept = first_row_from(of.page.begin, of.region, place);
+        PageWriter writer{tables.arena + of.page.page * tables.page_bytes};
+        if (in_use && kept > 0) load_codes<WIDTH>(writer.page, of.region, place, own.staged, lane);
         const Quantiser quantiser = Quantiser::of<WIDTH>(place.bits, shared.tables, lane);
 #pragma unroll 1
         for (int pass = 0; pass < L::kPasses; pass++) {
-            mbarrier_wait(shared_address(&own.arrived), parity);
-            parity ^= 1;
+            const bool last = pass + 1 == L::kPasses;
             RawRow<WIDTH, T> raw;
-            raw.read(own, lane);
-            __syncwarp(); // all have read their rows (and have staged the codes that stay)
-            if (pass + 1 < L::kPasses) start_rows(tables, cursor, pass + 1, own, lane);
-            else if (!next.done(tables)) start_rows(tables, next, 0, own, lane);
-            const int row = row_of_pass<WIDTH>(pass, lane);
-            const bool writes = row >= kept && row < place.rows;
-            const Diagonal<WIDTH> diagonal(shared.tables, lane);
-            const bool good = encode_row(raw, quantiser, diagonal, own.staged.words[row], &own.staged.scales[row], writes, lane);
-            if (writes && !good)
-                atomicMin(first_bad_row, static_cast<long long>(cursor.entry << 32 | static_cast<int64_t>(unit.region) << 20 |
-                                                                unit.head << 8 | (place.first_row + row)));
+            if (in_use || last) {
+                mbarrier_wait(arrived, parity);
+                parity ^= 1;
+                raw.read(own, lane);
+                __syncwarp(); // all have read their rows (and have staged the codes that stay)
+                if (!last) start_rows(of, pass + 1, own, lane);
+                else {
+                    if (next.in_use()) start_rows(next, 0, own, lane);
+                    lookup.start_copy(tables, after_next, lane);
+                }
+                lane_copies_arrive(arrived);
+            }
+            if (in_use) {
+                const int row = row_of_pass<WIDTH>(pass, lane);
+                const bool writes = row >= kept && row < place.rows;
+                const Diagonal<WIDTH> diagonal(shared.tables, lane);
+                const bool good = encode_row(raw, quantiser, diagonal, own.staged.words[row], &own.staged.scales[row], writes, lane);
+                if (writes && !good)
+                    atomicMin(first_bad_row, static_cast<long long>(of.entry << 32 | static_cast<int64_t>(of.unit.region) << 20 |
+                                                                    of.unit.head << 8 | (place.first_row + row)));
+            }
         }
+        if (!in_use) continue;
         __syncwarp();
-        store_codes<WIDTH>(writer, region, place, own.staged, lane);
+        store_codes<WIDTH>(writer, of.region, place, own.staged, lane);
         __syncwarp(); // the staged codes are read, and may be written again
-        writer.add_to(checksums + cursor.entry);
-        cursor = next;
+        writer.add_to(checksums + of.entry);
     }
 }
 

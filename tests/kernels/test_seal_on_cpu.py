@@ -205,6 +205,11 @@ def rows_of(region: RegionRows, page: PageRows) -> Tensor:
     return torch.stack(rows)
 
 
+def warps_of(group: PageGroup) -> tuple[int, ...]:
+    """Warps of a CTA, an argument of the kernels for TurboQuant."""
+    return (3,) if group.cell.source == "seal.cu" else ()
+
+
 def seal(
     emulator: Emulator, case: Case, pages: list[PageRows], ctas: int = 2, seed: int = 0
 ) -> tuple[list[int], BadRow | None]:
@@ -214,7 +219,7 @@ def seal(
     table = page_table(group, pages)
     sizes = (len(table), len(group.units))
     tables = (table, group.regions, group.units, *sizes, group.arena, group.arena.stride(0))
-    emulator.call("seal", ctas, *tables, checksums, flag, seed=seed)
+    emulator.call("seal", ctas, *warps_of(group), *tables, checksums, flag, seed=seed)
     return [int(c) % 2**64 for c in checksums], bad_row(int(flag))
 
 
@@ -222,7 +227,16 @@ def restore(emulator: Emulator, case: Case, pages: list[PageRows], ctas: int = 2
     group, table = case.group, page_table(case.group, pages)
     sizes = (len(table), len(group.units))
     emulator.call(
-        "restore", ctas, table, group.regions, group.units, *sizes, group.arena, group.arena.stride(0), seed=seed
+        "restore",
+        ctas,
+        *warps_of(group),
+        table,
+        group.regions,
+        group.units,
+        *sizes,
+        group.arena,
+        group.arena.stride(0),
+        seed=seed,
     )
 
 
@@ -429,4 +443,5 @@ def test_e4m3_of_every_value_near_a_code(emulator_of: EmulatorOf) -> None:
 @pytest.mark.parametrize("width", COMPILED_WIDTHS)
 def test_shared_memory_is_what_the_source_says(emulator_of: EmulatorOf, width: int, name: str) -> None:
     cell = seal_cell(width, name)
-    assert emulator_of(cell).function("shared_bytes")() == shared_bytes(cell)
+    for warps in (1, 4, 11):
+        assert emulator_of(cell).function("shared_bytes")(ctypes.c_int64(warps)) == shared_bytes(cell, warps)
