@@ -347,9 +347,9 @@ __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t sh
 #endif
             correct(out, correction);
             start_own<SIDE, Half>(out, weights, shared);
-            take_references<1>(shared, clock.round(), state, correction, times);
             times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
             arrive_as_warp(empty_barrier(shared, 0, 0));
+            take_references<1>(shared, clock.round(), state, correction, times);
             correct(out, correction);
             start_other<SIDE, Half>(out, shared, clock.round());
             times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
