@@ -64,8 +64,8 @@ def fp8_cell(row_type: str) -> Cell:
     return Cell("seal_fp8.cu", 0, "fp8", row_type, (seal, restore), tuple(defines.items()))
 
 
-def page_grid(cell: Cell, cta_shared_bytes: int, sm_shared_bytes: int) -> PageGrid:
-    """The grid that keeps most warps at work where a CTA may have, and an SM has, so much shared memory."""
+def page_grid(cell: Cell, sm_shared_bytes: int) -> PageGrid:
+    """The grid that keeps most warps of an SM at work; a CTA may have all of its shared memory but 1 KB."""
     if cell.source != "seal.cu":
         return PageGrid(_FP8_CTAS_PER_SM, _FP8_WARPS, 0)
     of_sm = _TILINGS[cell.width].warps
@@ -73,8 +73,7 @@ def page_grid(cell: Cell, cta_shared_bytes: int, sm_shared_bytes: int) -> PageGr
     for warps in range(min(of_sm, _MAX_CTA_WARPS), 0, -1):
         size = shared_bytes(cell, warps)
         ctas = min(of_sm // warps, sm_shared_bytes // (size + _STATIC_SHARED_BYTES))
-        if size <= cta_shared_bytes:
-            grids.append(PageGrid(ctas, warps, size))
+        grids.append(PageGrid(ctas, warps, size))
     return max(grids, key=lambda grid: grid.ctas_per_sm * grid.warps)  # of equals the first, which has the largest CTAs
 
 

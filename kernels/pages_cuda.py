@@ -324,7 +324,7 @@ def _launch(group: PageGroup, kernel: int, pages: Tensor, results: tuple[Tensor,
     if len(pages) == 0:
         return
     sm = torch.cuda.get_device_properties(device)
-    grid = page_grid(group.cell, sm.shared_memory_per_block_optin, sm.shared_memory_per_multiprocessor)
+    grid = page_grid(group.cell, sm.shared_memory_per_multiprocessor)
     ctas = min(-(-len(pages) * len(group.units) // grid.warps), sm.multi_processor_count * grid.ctas_per_sm)
     tables = (pages, group.regions, group.units, len(pages), len(group.units), group.arena, group.arena.stride(0))
     launch(

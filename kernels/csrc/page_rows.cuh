@@ -87,7 +87,7 @@ struct alignas(16) UnitTables {
     PageRegion region;
     PageRows page;
     PageUnit unit;
-    int64_t entry; // -1: there is no such unit, and the rest means nothing
+    int64_t entry; // -1: there is no such unit, and the rest is that of some other
 
     __device__ __forceinline__ bool in_use() const { return entry >= 0 && page.page >= 0; }
 };
@@ -104,14 +104,14 @@ struct UnitLookup {
     // Start the copy of the next unit's; it is complete when the lanes' copies are, but `entry` after a barrier of the warp.
     __device__ __forceinline__ void start_copy(const PageTables& tables, UnitTables& to, int lane) {
         constexpr int kRegion = sizeof(PageRegion) / 16, kPage = sizeof(PageRows) / 16;
-        const bool exists = !cursor.done(tables);
-        if (exists && lane <= kRegion + kPage) {
+        const int64_t entry = min(cursor.entry, tables.num_pages - 1);
+        if (lane <= kRegion + kPage) {
             const void* from = lane < kRegion           ? reinterpret_cast<const uint4*>(tables.regions + region) + lane
-                               : lane < kRegion + kPage ? reinterpret_cast<const uint4*>(tables.pages + cursor.entry) + (lane - kRegion)
+                               : lane < kRegion + kPage ? reinterpret_cast<const uint4*>(tables.pages + entry) + (lane - kRegion)
                                                         : reinterpret_cast<const uint4*>(tables.units) + cursor.at;
             lane_copy_16(shared_address(&to) + 16 * lane, from);
         }
-        if (lane == 0) to.entry = exists ? cursor.entry : -1;
+        if (lane == 0) to.entry = cursor.done(tables) ? -1 : entry;
         cursor.advance(tables);
         region = cursor.unit(tables).region;
     }

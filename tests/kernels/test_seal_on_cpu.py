@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import fp8, turboquant
 from kernels.cells import Cell
-from kernels.page_cells import fp8_cell, seal_cell, shared_bytes
+from kernels.page_cells import fp8_cell, page_grid, seal_cell, shared_bytes
 from kernels.page_layout import FRAGMENTS, ROWS, PageLayout, Region, page_layout
 from kernels.pages_cuda import (
     NO_BAD_ROW,
@@ -437,6 +437,19 @@ def test_e4m3_of_every_value_near_a_code(emulator_of: EmulatorOf) -> None:
     probes = torch.cat([probes, torch.tensor([1e-45, -1e-45, 0.0, -0.0])]).clamp(-448, 448)
     want = probes.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
     assert [to(x) for x in probes.tolist()] == want
+
+
+@pytest.mark.parametrize("kilobytes", [100, 164, 228])  # of an SM: sm_89 and sm_120a, sm_80, sm_90a and sm_100a
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("width", COMPILED_WIDTHS)
+def test_as_many_warps_work_as_shared_memory_holds(width: int, name: str, kilobytes: int) -> None:
+    cell = seal_cell(width, name)
+    grid = page_grid(cell, 1024 * kilobytes)
+    assert grid.shared_bytes == shared_bytes(cell, grid.warps)
+    assert grid.ctas_per_sm * (grid.shared_bytes + 1024) <= 1024 * kilobytes
+    at_work, limit = grid.ctas_per_sm * grid.warps, int(dict(cell.defines)["TAILPACK_ROW_WARPS"])
+    assert at_work <= limit
+    assert at_work == limit or shared_bytes(cell, at_work + 1) + 1024 > 1024 * kilobytes
 
 
 @pytest.mark.parametrize("name", DTYPES)
