@@ -239,6 +239,10 @@ class Engine:
         except BaseException as broken:  # whatever it is, every sequence must hear of it
             log.error("engine stopped by a broken invariant", exc_info=True)
             error = _internal(broken)
+        try:
+            self._held.kv.settle()  # what a broken step began may still be written to; the memory is another's soon
+        except TailpackError as broken_gpu:  # nothing runs on it any more
+            log.warning("the GPU reports an error", why=str(broken_gpu))
         self._end_all(error, failed=failed)
 
     def _has_work(self) -> bool:

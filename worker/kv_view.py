@@ -95,6 +95,8 @@ class KvView:
         self.by_group: dict[str, list[RegionView]] = {group.name: [] for group in geometry.groups}
         self._pages: dict[str, torch.Tensor] = {}
         self._tail_slots: dict[str, torch.Tensor] = {}
+        devices = [arena.device for arena in (*arenas.values(), *tails.values()) if arena.chunks is not None]
+        driver = self._driver = (driver or memory_of(devices[0])) if devices else None
         for group in geometry.groups:
             pages = tail = None
             if group.has_pages:
@@ -137,6 +139,13 @@ class KvView:
     def page_bytes(self, group: str) -> torch.Tensor:
         """u8 [num_pages, page_bytes]: the arena of a group that has pages."""
         return self._pages[group]
+
+    def settle(self) -> None:
+        """Returns when all that was asked of the memory is done: a GPU does it later than it is asked. What the store,
+        or who reads the control block, is told to be there must be there, should this process be killed next.
+        """
+        if self._driver is not None:
+            self._driver.synchronize()
 
     def copy_tail(self, group: str, from_slot: int, to_slot: int) -> None:
         """Copies all bytes of a tail slot."""
@@ -232,7 +241,8 @@ def _bytes(arena: Arena, size: int, what: str, driver: Driver | None) -> torch.T
             allowed=f"pieces of {size} bytes",
         )
     if arena.chunks is not None:
-        return DeviceArena.of(driver or memory_of(arena.device), arena).tensor().view(arena.num_pages, size)
+        assert driver is not None
+        return DeviceArena.of(driver, arena).tensor().view(arena.num_pages, size)
     # By way of numpy, which holds on to the buffer; torch.frombuffer lets the mapping go under the tensor.
     return torch.from_numpy(np.frombuffer(arena.buffer, dtype=np.uint8)).view(arena.num_pages, size)
 

@@ -1,7 +1,9 @@
 """What the running sequences hold in the kvstore, and the order in which it changes. Used by the engine thread only.
 
 A step goes: ``reserve`` before the rows are computed; ``keep_rows`` after; then the engine logs and commits tokens;
-then ``publish``. A reader after a crash thus never finds a length ahead of its rows.
+then ``publish``. A reader after a crash thus never finds a length ahead of its rows. A GPU does what it is asked later;
+so whatever changes rows waits for it (``KvView.settle``) before anybody is told: the copies behind an answer, too,
+which the next call says are made.
 """
 
 from __future__ import annotations
@@ -94,6 +96,8 @@ class SequenceKv:
         opened.prefix_exact = answer.prefix_exact and (opened.prefix_exact or not opened.num_emitted)
         kv_moves.copy_tails(self.kv, answer.tail_copies)
         kv_moves.refill_tails(self.kv, answer.refills, "resume", self._on_gpu)
+        if answer.tail_copies or answer.refills:
+            self.kv.settle()
         return None
 
     def release(self, ended: Seq, *, keep: bool) -> None:
@@ -153,11 +157,14 @@ class SequenceKv:
                     (late if laps else soon).append((rows, base_after(self._geometry, group, base, w.end, 1)))
         checksums = kv_moves.pack(self.kv, jobs, step.workspace, self._on_gpu)
         kv_moves.fill_tails(self.kv, soon, step.workspace)
+        self.kv.settle()
         return Kept(checksums, late, step)
 
     def publish(self, work: Sequence[Work], kept: Kept) -> None:
         """After the commit: moves bases over what is packed or whole, one call, and none for most steps."""
-        kv_moves.fill_tails(self.kv, kept.late, kept.step.workspace)
+        if kept.late:
+            kv_moves.fill_tails(self.kv, kept.late, kept.step.workspace)
+            self.kv.settle()
         self._seal(
             [w.sequence for w in work if seals(self._geometry, w.sequence, w.sequence.num_computed, 1)], kept.checksums
         )
@@ -194,6 +201,7 @@ class SequenceKv:
         rings = [group for group in self._tailed if group.mode != "dense"]
         if all(is_dense_again(num_tokens, kept.bases[g.name], g.effective_window) for g in rings):
             kv_moves.copy_tails(self.kv, self._attachment.checkpoint(kept.slot, num_tokens, kind))
+            self.kv.settle()
         else:
             self.num_checkpoints_skipped += 1
 
@@ -210,6 +218,7 @@ class SequenceKv:
         kv_moves.copy_pages(self.kv, truncated.copies)
         kv_moves.copy_tails(self.kv, truncated.tail_copies)
         kv_moves.refill_tails(self.kv, truncated.refills, "rollback", self._on_gpu)
+        self.kv.settle()
         cut.num_computed = min(cut.num_computed, truncated.num_tokens)
         del cut.token_ids[num_tokens + 1 :]
         if next_token is not None:
@@ -256,6 +265,7 @@ class SequenceKv:
     def _fill_fork(self, child: Seq, forked: Forked) -> None:
         kv_moves.copy_pages(self.kv, forked.copies)
         kv_moves.copy_tails(self.kv, forked.tail_copies)
+        self.kv.settle()
         self._log_tokens(child)
         self._attachment.control.commit(child.slot, child.num_computed)
 

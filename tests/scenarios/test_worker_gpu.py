@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from protos import types_pb2 as pb
 from tests.scenarios.fake_gpu import DEVICE, FakeGpu, Memory, attach, mappings
 from tests.scenarios.kvstore_process import StoreProcess
 from tests.unit.fake_gpu_kernels import FakeGpuKernels
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
-from worker import kv_view
+from worker import kv_moves, kv_view
 from worker.engine import Engine
 from worker.weights import Model, load_model
 
@@ -36,7 +37,7 @@ class Served(Harness):
     def __init__(self, model: Model, store: StoreProcess, gpu: FakeGpu, **settings: Any) -> None:
         config = config_for(Path("unused"), device=DEVICE, **settings)
         super().__init__(model, config)
-        self.memory = Memory(gpu)
+        self.gpu, self.memory = gpu, Memory(gpu)
         self.real = attach(
             store,
             self.memory,
@@ -84,3 +85,77 @@ def test_the_next_worker_goes_on_in_the_memory_of_the_last(
     fresh.run(request("next", history + prompt(9, 30), 20, reuse=pb.PREFIX_REUSE_EXACT))
     assert after.tokens("next") == fresh.tokens("next")
     after.real.close()
+
+
+def served(tmp_path: Path, store: StoreProcess, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Served:
+    """An engine whose fake GPU's ``calls`` also have a "write" for all that is asked of its memory, and a "told" for
+    all that the store, or a reader of the control block, is told."""
+    FakeGpuKernels(monkeypatch)
+    gpu = FakeGpu()
+    monkeypatch.setattr(kv_view, "memory_of", lambda device: gpu)
+    settings = {"kv_mode": "turboquant", "dtype": "float16", **settings}
+    model = load_model(config_for(write_model(tmp_path, seed=4, head_dim=64), device=DEVICE, **settings))
+    there = Served(model, store, gpu, **settings)
+
+    def noting(owner: object, name: str, what: str) -> None:
+        real = getattr(owner, name)
+
+        def note(*arguments: Any, **more: Any) -> Any:
+            if what == "told" or owner is not kv_moves or len(list(arguments[1])):
+                gpu.calls.append(what)
+            return real(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, note)
+
+    for name in ("copy_pages", "copy_tails", "refill_tails", "fill_tails"):
+        noting(kv_moves, name, "write")
+    noting(there.engine._runner, "run", "write")
+    for name in ("open", "reserve", "seal", "truncate", "fork", "checkpoint", "release"):
+        noting(there.real, name, "told")
+    noting(there.real.control, "commit", "told")
+    gpu.calls.clear()
+    return there
+
+
+@pytest.mark.parametrize("dense_layers", [(0, 0), (1, 0)])
+def test_nobody_is_told_of_rows_that_a_gpu_has_not_written_yet(
+    tmp_path: Path, store: StoreProcess, monkeypatch: pytest.MonkeyPatch, dense_layers: tuple[int, int]
+) -> None:
+    there = served(tmp_path, store, monkeypatch, dense_layers=dense_layers, prefill_chunk=512, checkpoints=2)
+    there.run(*(request(f"r{i}", prompt(i, 150 + 300 * i), 60) for i in range(3)))
+    history = [*prompt(2, 750), *there.tokens("r2")]
+    there.run(request("next", [*history, *prompt(9, 30)], 20))
+    there.run(request("refilled", [*prompt(2, 400), *prompt(9, 90)], 20, reuse=pb.PREFIX_REUSE_ANY))
+    there.engine.submit(request("parent", prompt(7, 290), 80))
+    there.step(10)
+    (parent,) = there.engine._running
+    there.engine._emit = lambda result: None  # offsets go back with a rollback
+    with torch.inference_mode():
+        assert there.engine.fork(parent, "child") is not None
+        there.engine.truncate(parent, 291, next_token=5)
+    there.step(10)
+    calls = there.gpu.calls
+    written = False
+    for at, call in enumerate(calls):
+        assert not (call == "told" and written), f"call {at}, behind {calls[max(0, at - 5) : at]}"
+        written = {"write": True, "synchronize": False}.get(call, written)
+    assert calls.count("told") > 100 < calls.count("write")
+    there.real.close()
+
+
+def test_an_engine_that_breaks_leaves_nothing_to_be_written(
+    tmp_path: Path, store: StoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = served(tmp_path, store, monkeypatch)
+
+    def breaks(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(there.engine._held, "keep_rows", breaks)
+    there.engine.start()
+    there.engine.submit(request("r", prompt(1, 40), 5))
+    assert there.engine.failed.wait(20)
+    calls = there.gpu.calls
+    assert "write" in calls and "synchronize" in calls[calls.index("write") :]
+    there.engine.stop(20)
+    there.real.close()
