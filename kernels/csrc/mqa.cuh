@@ -154,6 +154,7 @@ __device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, u
     move_references(state, reference, correction);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
+        if (i % 4 == 0) __syncwarp(); // or the assembler loads all scales at once, and spills
         const float4 scale = load_scales(i);
 #pragma unroll
         for (int v = 0; v < 2; v++) {

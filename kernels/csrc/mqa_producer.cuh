@@ -91,11 +91,11 @@ __device__ __forceinline__ void produce_packed(const DecodeArgs& args, const Mqa
     const uint32_t thread = threadIdx.x % 128, row = 16 * (thread / 32) + thread % 8, column = thread % 32 / 8;
     const int last = work.rows / kPageTokens - 1;
     const int32_t* const table = args.page_table + work.sequence * args.table_stride + work.first / kPageTokens;
-    const int id = table[min(static_cast<int>(thread % 32), last)];
+    int id = table[min(static_cast<int>(thread % 32), last)]; // of the page so many pages ahead
     const uint32_t first_code = row * kRowBytes + static_cast<uint32_t>(half) * (kRowBytes / 2) + 16 * column;
     const uint8_t* const pool = args.k_pages + work.kv_head * args.k_head_stride + first_code;
     // Behind the last page one is loaded once more, for nothing.
-    const auto page_at = [&](int i) { return pool + __shfl_sync(kAllLanes, id, i % 32) * args.page_stride; };
+    const auto page_at = [&](int i) { return pool + __shfl_sync(kAllLanes, id, i) * args.page_stride; };
     uint32_t chunk[4];
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++)
@@ -116,15 +116,19 @@ __device__ __forceinline__ void produce_packed(const DecodeArgs& args, const Mqa
     float scale = load_scale(page);
     prefetch(page_at(1));
 #pragma unroll 1
-    for (int i = 0; i <= last; i++, round++) {
+    for (int left = last; left >= 0; left--, round++) {
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
             times.time<kMqaTileWait>([&] { mbarrier_wait(empty_barrier(shared, tile, half), (round & 1) ^ 1); });
             store_decoded(codes, chunk, tile);
             if (half == 0 && static_cast<int>(thread) / kTileRows == tile) store_scale(shared, tile, scale * kHalfStep);
             publish_half(shared, tile, half);
-            if (tile == 0) prefetch(page_at(i + 2));
-            else page = page_at(i + 1);
+            if (tile == 0) {
+                prefetch(page_at(2));
+            } else {
+                page = page_at(1);
+                id = __shfl_sync(kAllLanes, id, (thread + 1) % 32);
+            }
             load_codes(codes, page + (1 - tile) * kTileBytes);
             if (tile == 1) scale = load_scale(page);
         }
