@@ -186,11 +186,15 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             claim.when_finished(lambda: self._attaching.discard(name))
 
     async def _kept(self, spec: DeviceSpec) -> Device | None:
-        """The device's memory where the store holds it; any that does not fit is given up. Raises DEVICE_BUSY."""
+        """The device's memory where the store holds it; any that does not fit is given up.
+
+        Raises DEVICE_BUSY; or ARENA_TOO_SMALL or NOT_ENOUGH_MEMORY, and then nothing is given up.
+        """
         await self._demand_no_suspect(spec.device)
         kept = self._devices.get(spec.device)
         if kept is None or kept.spec == spec:
             return kept
+        self._demand_room(spec)
         log.info(
             "memory given up: the next worker asks for another",
             device=spec.device,
@@ -212,7 +216,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         return device
 
     def _demand_room(self, spec: DeviceSpec) -> None:
-        taken = sum(device.spec.host_bytes for device in self._devices.values())
+        """Raises ARENA_TOO_SMALL; NOT_ENOUGH_MEMORY, what other devices take leaves no room within the limit."""
+        taken = sum(device.spec.host_bytes for name, device in self._devices.items() if name != spec.device)
         if self._memory_limit is not None and taken + spec.host_bytes > self._memory_limit:
             raise CapacityError(
                 f"the memory of {spec.device} does not fit the store's memory limit",

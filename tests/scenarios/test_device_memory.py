@@ -202,6 +202,26 @@ def test_another_geometry_gets_new_memory_and_the_old_goes(store: StoreProcess) 
     assert descriptors(store.process.pid) == held
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"arena_bytes": PAGE_BYTES - 1}, "ARENA_TOO_SMALL"),
+        ({"max_sequence_tokens": 1 << 17}, "NOT_ENOUGH_MEMORY"),  # of the store's limit, for the control block
+    ],
+)
+def test_a_worker_that_cannot_be_served_does_not_cost_the_memory_that_is_kept(
+    changes: dict[str, int], reason: str
+) -> None:
+    with StoreProcess("--memory-limit", str(1 << 20)) as limited:
+        memory = Memory(FakeGpu())
+        attach(limited, memory).close()
+        with pytest.raises(TailpackError) as caught:
+            attach(limited, memory, **changes)
+        assert caught.value.reason == reason
+        attach(limited, memory).close()
+        assert len(memory.asked) == 1
+
+
 def test_a_gpu_without_room_is_named_and_leaves_nothing(store: StoreProcess) -> None:
     room = whole(8 * GEOMETRY.group("full").page_bytes)  # for the first arena, not for the second
     with pytest.raises(CapacityError) as caught:
