@@ -28,6 +28,8 @@ from kernels.errors import ArgumentError
 
 __all__ = ["Batch", "DecodeLayer", "DecodeOptions"]
 
+MAX_WINDOW = 1 << 30  # the kernels add it to token positions in 32 bits
+
 
 class DecodeOptions(NamedTuple):
     """Of a layer. sm_scale: of the scores, before softcap. window: tokens that a query sees, itself included; 0 = all.
@@ -92,6 +94,7 @@ class DecodeLayer:
         self.launch = decode_launch(self.cell, self.shape, self._arch)
         self.arguments = DecodeArgs()
         self._set_layer(k, v, tail, options)
+        self._kept_alive = (keys, values, tail, options.sinks)  # the kernels have their addresses only
         self.workspace_layout = WorkspaceLayout.of(
             self.shape,
             limits,
@@ -202,12 +205,12 @@ class DecodeLayer:
         set_pages(arguments, k, v)
         if tail is not None:
             set_tail(arguments, tail, k, self.dtype)
-        if options.window < 0 or options.softcap < 0:
+        if not 0 <= options.window <= MAX_WINDOW or options.softcap < 0:
             raise _error(
                 "windows and softcaps count from 0",
                 given=f"window {options.window}, softcap {options.softcap}",
-                allowed="0 (none) or more",
-                action="pass the layer's own",
+                allowed=f"windows of up to {MAX_WINDOW} tokens, softcaps of 0 (none) or more",
+                action="pass the layer's own; 0 where a query sees all",
             )
         if sinks is not None:
             want = (torch.float32, (self.shape.q_heads,), self.device)
@@ -219,7 +222,6 @@ class DecodeLayer:
                     action="convert the layer's sinks once, when it is loaded",
                 )
             arguments.sinks = sinks.data_ptr()
-        self._kept_alive = (tail, sinks)
         arguments.kv_heads, arguments.group = self.shape.kv_heads, self.shape.group
         arguments.num_queries, arguments.window = self.shape.num_queries, options.window
         arguments.sm_scale, arguments.softcap, arguments.minus_one = options.sm_scale, options.softcap, 0xFFFFFFFF

@@ -50,8 +50,9 @@ class RegionFacts(NamedTuple):
 def region_facts(pages: Pages, kind: str) -> RegionFacts:
     """`kind`: "k" or "v" of a pair, "kv" of shared rows. Raises LayoutError."""
     facts = _packed_facts(pages, kind) if isinstance(pages, PackedRegion) else _dense_facts(pages)
-    steps = (facts.pointer, facts.page_stride, facts.head_stride, facts.row_stride, facts.scales_offset)
-    if any(step % ALIGNMENT for step in steps):
+    steps = (facts.pointer, facts.page_stride, facts.head_stride, facts.scales_offset)
+    row_alignment = 4 if facts.codec.startswith("tq") else ALIGNMENT  # codes in row order are read by words
+    if any(step % ALIGNMENT for step in steps) or facts.row_stride % row_alignment:
         raise LayoutError(
             "pages must keep heads, rows and planes at multiples of 16 bytes",
             given=f"address {facts.pointer:#x}; strides of pages {facts.page_stride}, heads {facts.head_stride}, "
@@ -87,6 +88,13 @@ def _packed_facts(region: PackedRegion, kind: str) -> RegionFacts:
             given=str(order or "rows, page layout 1"),
             allowed=f"fragments of kind {kind!r}, page layout 2" if in_groups else "rows",
             action="make the geometry with layout version 2 for groups whose memory is on a GPU",
+        )
+    if order is not None and planes.scales_offset != PAGE_TOKENS * order.row_bytes:
+        raise LayoutError(
+            "the scales of a head must lie right behind its codes, with which they are copied",
+            given=f"scales at {planes.scales_offset}",
+            allowed=f"{PAGE_TOKENS * order.row_bytes}",
+            action="take the planes that page_layout gives",
         )
     page_stride, head_stride, _ = _strides(heads)
     return RegionFacts(

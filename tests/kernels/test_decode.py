@@ -6,6 +6,8 @@ The kernels themselves: test_decode_on_cpu.py, test_rows_on_cpu.py and others la
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +15,13 @@ import pytest
 import torch
 
 from kernels import decode, loader
+from kernels.attention import PackedRegion
 from kernels.cells import Cell
 from kernels.declared import DECLARED
 from kernels.decode import Batch, DecodeLayer, DecodeOptions
 from kernels.decode_args import Counters, DecodeArgs, Item, Plan
 from kernels.decode_cells import DecodeShape, decode_cell
-from kernels.decode_memory import Tail
+from kernels.decode_memory import Pages, Tail
 from kernels.decode_workspace import DecodeLimits, new_workspace, packed_splits, page_row_chunks
 from kernels.errors import ArgumentError, LayoutError, MixedWidthsError, UncompiledWidthError
 from tests.bench import kernel_cases
@@ -33,6 +36,7 @@ CASES = {
     "dense tail": Case("dense tail", "dense", 64, (300, 17), dtype="f16"),
     "fp8": Case("fp8", "fp8", 256, (300, 17), group=7),
     "shared": Case("shared", "tq4", 512, (300, 17), kv_heads=1, group=64, shared=True),
+    "shared, 3 bits": Case("shared, 3 bits", "tq3", 64, (300, 17), shared=True),  # 28 bytes a row
 }
 
 
@@ -263,6 +267,12 @@ def test_a_call_that_does_not_fit_is_refused_before_anything_runs(monkeypatch: p
         layer(many.q, many.batch, out=many.out)
 
 
+def _with_scales_apart(pages: Pages) -> PackedRegion:
+    """The same planes, said to have 128 bytes more before their scales."""
+    assert isinstance(pages, PackedRegion)
+    return PackedRegion(replace(pages.planes, scales_offset=pages.planes.scales_offset + 128), pages.codec)
+
+
 def test_a_layer_that_does_not_fit_together_is_refused() -> None:
     packed, dense, fp8, tailed = (make(CASES[name], CPU) for name in ("packed", "dense", "fp8", "dense tail"))
     narrow = make(replace(CASES["packed"], dim=64), CPU)
@@ -283,7 +293,9 @@ def test_a_layer_that_does_not_fit_together_is_refused() -> None:
         (dense, {"keys": rows[:, :64], "values": rows[:, :64]}, LayoutError, "no dense pages"),
         (dense, {"keys": rows[..., 1:], "values": rows[..., 1:]}, LayoutError, "multiples of 16"),
         (fp8, {"values": make(CASES["dense"], CPU).values}, ArgumentError, "keys fp8, values dense"),
+        (packed, {"keys": _with_scales_apart(packed.keys)}, LayoutError, "right behind.*scales at 8320"),
         (tailed, {"options": DecodeOptions(1.0, window=-1)}, ArgumentError, "window -1"),
+        (tailed, {"options": DecodeOptions(1.0, window=2**30 + 1)}, ArgumentError, "up to 1073741824 tokens"),
         (tailed, {"options": DecodeOptions(1.0, sinks=torch.zeros(7))}, ArgumentError, r"sinks are one logit.*\(7,\)"),
         (tailed, {"q_heads": 7}, ArgumentError, "7 query heads"),
     ]
@@ -295,6 +307,22 @@ def test_a_layer_that_does_not_fit_together_is_refused() -> None:
         layer.use_workspace(torch.empty(layer.workspace_bytes - 1, dtype=torch.uint8))
     with pytest.raises(ArgumentError, match="workspace does not serve"):
         layer.use_workspace(torch.empty(layer.workspace_bytes + 1, dtype=torch.uint8)[1:])
+
+
+@pytest.mark.parametrize("name", ["packed", "dense"])
+def test_a_layer_keeps_the_memory_that_it_reads(name: str) -> None:
+    inputs = make(CASES[name], CPU)
+    pages = [
+        at if isinstance(at, torch.Tensor) else at.planes.heads for at in (inputs.keys, inputs.values) if at is not None
+    ]
+    memory = [weakref.ref(x) for x in pages]
+    layer = make_layer(inputs)
+    del inputs, pages
+    gc.collect()
+    assert all(x() is not None for x in memory)
+    del layer
+    gc.collect()
+    assert all(x() is None for x in memory)
 
 
 def test_page_layout_1_is_told_how_to_become_2() -> None:
