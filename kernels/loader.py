@@ -70,8 +70,16 @@ def load(cell: Cell, device_index: int) -> dict[str, Any]:
     """The cell's kernels on that device, by name, loaded once per process and device.
 
     Compiles on demand where the cubin is not in the archive, and logs it. Raises UnsupportedDeviceError,
-    CompileError or ToolchainError (kernels/compiler.py), LoadError.
+    CompileError or ToolchainError (kernels/compiler.py), LoadError; and LoadError inside a capture, which goes on.
     """
+    # The driver would break the capture, and name neither the kernel nor what to do.
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise LoadError(
+            "kernels cannot be loaded while a CUDA graph is captured",
+            given=cell.name,
+            allowed="kernels that are loaded already",
+            action="load them, or make the call once, before the capture begins",
+        )
     arch = arch_of(torch.device("cuda", device_index))
     built = ensure_cubin(cell, arch, default_folder())
     if built.compiled:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels import compiler, cubins, loader
 from kernels.cells import ARCHES, Cell, codec_cell
@@ -125,6 +126,14 @@ def test_a_cell_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     assert "no_such_type" in bad.error
     assert bad.path is None
     assert good.compiled
+
+
+def test_nothing_is_loaded_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(loader, "arch_of", lambda device: pytest.fail("the device was asked"))
+    with pytest.raises(loader.LoadError, match=rf"while a CUDA graph.*{CELL.name}.*before the capture"):
+        loader.load(CELL, 0)
 
 
 @needs_compiler
