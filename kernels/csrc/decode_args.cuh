@@ -1,4 +1,4 @@
-// What every kernel of one `decode` call is given: one struct by value, mirrored field by field in kernels/decode.py.
+// What every kernel of one `decode` call is given: one struct by value, field by field as in kernels/decode_args.py.
 //
 // A call attends B sequences of T query tokens each (T = 1 but in speculation), query t of sequence b at position
 // num_tokens[b] - T + t. A kv head is read by `group` query heads; its *vectors* are v = t * group + j, j < group,
@@ -15,7 +15,7 @@
 // them. For each item and kv head the attend kernel leaves a partial result for all vectors:
 //   partial_out f32 [item][kv_head][num_vectors][D]: sum of p * v, where p = 2^(x - m), x the score times log2 e
 //   partial_ml  f32 [item][kv_head][num_vectors][2]: m, l = sum of p.  Nothing visible: m = -inf, l = 0, out 0.
-// Packed items' out lies in the rotated domain (if Plan::packed_rotated), row items' in the model's own.
+// out of TurboQuant pages lies in the rotated domain, that of other rows in the model's own.
 #pragma once
 
 #include "ptx.cuh"

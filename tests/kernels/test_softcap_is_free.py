@@ -1,7 +1,7 @@
 """Without softcap the machine code is what it would be had softcap never been written.
 
 A copy of the sources loses every trace of it, as text: blocks under `if constexpr (SOFTCAP)`, the first branch of
-`SOFTCAP ? a : b`, the template parameter, the uses of the field. What compiles to the same instructions is proof enough.
+`SOFTCAP ? a : b`, the template parameter, the uses of the field. The same instructions are proof enough.
 """
 
 from __future__ import annotations
