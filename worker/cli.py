@@ -117,7 +117,9 @@ def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> Non
 
 
 @click.command(cls=HelpAllCommand)
-@click.option("--workers", type=click.IntRange(1, 64), help="How many workers.  [default: 2, or as many as GPUs]")
+@click.option(
+    "--workers", type=click.IntRange(1, 64), help="How many workers.  [default: 2, or 1 where there is one GPU]"
+)
 @click.option("--model", default="smollm2", show_default=True, help="As for `tailpack up`.")
 @click.option("--device", default="auto", show_default=True, metavar=_DEVICES, help="As for `tailpack up`.")
 @click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept.")
@@ -157,7 +159,7 @@ def demo(
         device=device,
         kv_mode=kv_mode,
         kv_preset=kv_preset,
-        kv_bytes=kv_bytes or (256 << 20 if kv_mode == "dense" else 1 << 30),
+        kv_bytes=(256 << 20 if kv_mode == "dense" else 1 << 30) if kv_bytes is None else kv_bytes,
         drain_s=1.0,
     )
     sys.exit(show.run(config, prompts, max_tokens))

@@ -65,14 +65,15 @@ class ModelRunner:
         self._attend: Attend = attend
         self._on_gpu = pages is not None
         if pages is not None:
-            on_gpu = GpuAttention(
-                kv,
-                q_heads=network.config.q_heads,
-                max_sequences=max_sequences,
-                max_sequence_tokens=max_sequence_tokens,
-            )
-            on_gpu.load()
-            pages.load()
+            with _current(network.device):
+                on_gpu = GpuAttention(
+                    kv,
+                    q_heads=network.config.q_heads,
+                    max_sequences=max_sequences,
+                    max_sequence_tokens=max_sequence_tokens,
+                )
+                on_gpu.load()
+                pages.load()
             self._attend = on_gpu
 
     @property
@@ -103,7 +104,7 @@ class ModelRunner:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU this thread's, which torch does by itself for its own kernels only."""
+    """Makes a GPU this thread's, which torch does by itself for its own kernels only; CuPy loads others onto it."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

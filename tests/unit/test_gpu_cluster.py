@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from protos.errors import CapacityError, ConfigError
 from tests.unit.tiny import write_model
-from worker import cluster_config
+from worker import cluster_config, demo
 from worker.actor import actor_options
+from worker.cli import demo as demo_command
 from worker.cluster_config import DEFAULT_GPU_ARENA_BYTES, GPU_HEADROOM_BYTES, ClusterConfig, arena_bytes_of
 from worker.gpu import Gpu
 
@@ -92,3 +94,33 @@ def test_arenas_take_what_the_fullest_gpu_has_left(model: Path, machine: dict[st
     machine["free"] = GPU_HEADROOM_BYTES
     with pytest.raises(CapacityError):
         config(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_gpus", "workers", "kv_bytes"),
+    [
+        ([], 2, 2, 256 << 20),
+        ([], 1, 1, 256 << 20),
+        (["--device", "cpu", "--kv-mode", "turboquant"], 1, 2, 1 << 30),
+        (["--workers", "1", "--kv-bytes", "2M"], 2, 1, 2 << 20),
+    ],
+)
+def test_what_the_demo_takes_by_default(
+    model: Path,
+    machine: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    num_gpus: int,
+    workers: int,
+    kv_bytes: int,
+) -> None:
+    taken: list[ClusterConfig] = []
+    monkeypatch.setattr(demo, "run", lambda config, *_: taken.append(config) or 0)
+    machine["gpus"] = GPUS[:num_gpus]
+    assert CliRunner().invoke(demo_command, ["--model", str(model), *options]).exit_code == 0
+    assert [(config.workers, config.kv_bytes) for config in taken] == [(workers, kv_bytes)]
+
+
+def test_a_demo_without_kv_memory_is_refused(model: Path, machine: dict[str, Any]) -> None:
+    refused = CliRunner().invoke(demo_command, ["--model", str(model), "--kv-bytes", "0"])
+    assert isinstance(refused.exception, ConfigError) and "kv_bytes is too small" in str(refused.exception)

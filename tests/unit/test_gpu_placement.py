@@ -6,9 +6,11 @@ would be on a GPU.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,9 @@ from kernels.pages_cuda import PageGroup, PageRows
 from kvstore.arena import Memory
 from kvstore.client import Arena
 from kvstore.geometry import CacheGeometry, apply_mode
-from tests.unit.tiny import TINY
+from tests.unit.fake_gpu_kernels import FakeGpuKernels
+from tests.unit.tiny import TINY, Harness, write_model
+from worker import model_runner
 from worker.batch import Batch, SpanWork, build_batch
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView, Workspace
@@ -133,3 +137,35 @@ def test_a_step_leaves_nothing_on_the_cpu(
                 pages.seal(name, [PageRows(1, 384, 1, 6, 0)], workspace)
     layers = len({region.layer for group in geometry.groups if group.packed for region in group.regions})
     assert launched == [1] * layers + [1, 0] * len(packed)
+
+
+@pytest.mark.parametrize("mode", ["dense", "turboquant"])
+def test_kernels_are_loaded_while_their_gpu_is_the_threads_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str
+) -> None:
+    """CuPy loads a module onto the current GPU, whatever index the caller has in mind."""
+    FakeGpuKernels(monkeypatch)
+    current: list[torch.device] = []
+    loaded: list[str] = []
+
+    @contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def noting(name: str) -> None:
+        real = getattr(loader, name)
+
+        def note(*arguments: Any, **more: Any) -> Any:
+            assert current, f"{name} on whatever GPU was current"
+            loaded.append(name)
+            return real(*arguments, **more)
+
+        monkeypatch.setattr(loader, name, note)
+
+    monkeypatch.setattr(model_runner, "_current", entered)
+    for name in ("load", "PreparedLaunch"):
+        noting(name)
+    Harness.load(write_model(tmp_path, head_dim=64), device="cuda:1", dtype="float16", kv_mode=mode)
+    assert set(loaded) == ({"PreparedLaunch"} if mode == "dense" else {"load", "PreparedLaunch"})
