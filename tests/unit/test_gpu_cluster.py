@@ -115,7 +115,12 @@ def test_what_the_demo_takes_by_default(
     kv_bytes: int,
 ) -> None:
     taken: list[ClusterConfig] = []
-    monkeypatch.setattr(demo, "run", lambda config, *_: taken.append(config) or 0)
+
+    def run(config: ClusterConfig, *_: Any) -> int:
+        taken.append(config)
+        return 0
+
+    monkeypatch.setattr(demo, "run", run)
     machine["gpus"] = GPUS[:num_gpus]
     assert CliRunner().invoke(demo_command, ["--model", str(model), *options]).exit_code == 0
     assert [(config.workers, config.kv_bytes) for config in taken] == [(workers, kv_bytes)]
