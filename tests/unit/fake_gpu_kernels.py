@@ -72,10 +72,20 @@ class FakeGpuKernels:
     def _launch_pages(self, group: PageGroup, kernel: int, pages: Tensor, results: tuple[Tensor, ...]) -> None:
         if len(pages):
             self.count(group.cell, group.cell.kernels[kernel])
-            if kernel == 0:
-                _seal(group, pages, *results)
-            else:
-                _restore(group, pages)
+            self.run_pages(group, kernel, pages, results)
+
+    def run_pages(self, group: PageGroup, kernel: int, pages: Tensor, results: tuple[Tensor, ...]) -> None:
+        """What ``pages_cuda._launch`` launches: kernel 0 seals, 1 restores."""
+        if kernel == 0:
+            _seal(group, pages, *results)
+        else:
+            _restore(group, pages)
+
+    def run_decode(self, cell: Cell, phase: str, ctas: int, arguments: DecodeArgs) -> None:
+        """One of a decode call's three launches. Here the last does the work of all."""
+        assert ctas > 0
+        if phase == "merge":
+            _decode(cell, arguments)
 
 
 def memory(address: int, shape: Sequence[int], byte_strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -106,7 +116,7 @@ def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
 
 
 class _DecodeLaunch:
-    """``kernels.loader.PreparedLaunch`` of one of a decode cell's three kernels; the last does the work of all."""
+    """``kernels.loader.PreparedLaunch`` of one of a decode cell's three kernels."""
 
     def __init__(
         self,
@@ -128,10 +138,9 @@ class _DecodeLaunch:
         self._ctas = x * y
 
     def __call__(self, stream: int) -> None:
-        assert self._ctas > 0
         self._kernels.count(self._cell, self._kernel)
-        if self._kernel == self._cell.kernels[PHASES.index("merge")]:
-            _decode(self._cell, DecodeArgs.from_buffer_copy(self._arguments))
+        phase = PHASES[self._cell.kernels.index(self._kernel)]
+        self._kernels.run_decode(self._cell, phase, self._ctas, DecodeArgs.from_buffer_copy(self._arguments))
 
 
 def _decode(cell: Cell, args: DecodeArgs) -> None:
