@@ -21,7 +21,7 @@ class BatchPointers(NamedTuple):
     tail_slots: int | None
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Tensors on the GPU, int32, read when the kernels run; they stay where they are while the batch is used.
 
@@ -30,7 +30,7 @@ class Batch:
     page_table: [B, pages], from token 0 on, rows any stride apart; entries wholly below the window, or behind the base,
         are not read.
     bases: [B], tokens that lie in pages; multiples of 128 where there is a tail.
-    num_tokens: [B], the query tokens included; 0: padding, whose output is zeros.
+    num_tokens: [B], the query tokens included; 0: padding, whose output is zeros, as is that of a query before token 0.
     tail_slots: [B]; None where there is no tail.
     """
 
@@ -51,14 +51,16 @@ class Batch:
         if self._pointers is None or self._checked != asked:
             self._check(*asked)
             table, bases, num_tokens, slots = self.tensors
-            self._pointers = BatchPointers(
+            pointers = BatchPointers(
                 table.data_ptr(),
                 table.stride(0),
                 bases.data_ptr(),
                 num_tokens.data_ptr(),
                 None if slots is None else slots.data_ptr(),
             )
-            self._checked = asked
+            object.__setattr__(self, "_pointers", pointers)
+            object.__setattr__(self, "_checked", asked)
+            return pointers
         return self._pointers
 
     def _check(self, num_sequences: int, max_pages: int, device: torch.device, has_tail: bool) -> None:

@@ -14,7 +14,7 @@ LSE_TOLERANCE = 2e-2  # absolute: a logit's error
 
 
 def reference(inputs: Inputs, sequence: int) -> tuple[Tensor, Tensor]:
-    """out [T, q_heads, dim] and lse [T, q_heads], float64. A padding sequence: zeros and -inf."""
+    """out [T, q_heads, dim] and lse [T, q_heads], float64. Padding, and a query before token 0: zeros and -inf."""
     case, options = inputs.case, inputs.options
     q = inputs.q[sequence].double()
     length = int(inputs.batch.num_tokens[sequence])
@@ -38,7 +38,8 @@ def reference(inputs: Inputs, sequence: int) -> tuple[Tensor, Tensor]:
         if options.sinks is not None:
             sinks = options.sinks[head * case.group : (head + 1) * case.group].double()
             total = torch.logaddexp(lse, sinks.expand_as(lse))
-        outs.append(torch.einsum("tgn,nd->tgd", s.sub_(total.unsqueeze(-1)).exp_(), v[:, head].double()))
+        weights = s.sub_(total.unsqueeze(-1)).exp_().masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
+        outs.append(torch.einsum("tgn,nd->tgd", weights, v[:, head].double()))
         lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 1)
 

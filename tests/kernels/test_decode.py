@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -307,6 +307,12 @@ def test_a_layer_that_does_not_fit_together_is_refused() -> None:
         layer.use_workspace(torch.empty(layer.workspace_bytes - 1, dtype=torch.uint8))
     with pytest.raises(ArgumentError, match="workspace does not serve"):
         layer.use_workspace(torch.empty(layer.workspace_bytes + 1, dtype=torch.uint8)[1:])
+
+
+def test_a_batch_that_was_checked_cannot_change() -> None:
+    batch = make(CASES["packed"], CPU).batch
+    with pytest.raises(FrozenInstanceError):
+        batch.bases = batch.bases[:2]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", ["packed", "dense"])

@@ -26,15 +26,15 @@ SMS = 2
 TQ4 = Case("tq4", "tq4", 64, (300, 0, 130), kv_heads=1, group=3)
 CASES = {
     "packed": TQ4,
-    "packed, eight vectors in two passes, strided": replace(TQ4, group=7, queries=2, strided=True, lengths=(300, 2)),
+    "packed, eight vectors in two passes, strided": replace(TQ4, group=7, queries=2, strided=True, lengths=(300, 1)),
     "packed, window, no tail": replace(TQ4, window=150, kept=None, lengths=(384, 128)),
     "packed, sinks, mates": replace(TQ4, sinks="inf", lengths=(290, 5), checks=("mates",)),
     "packed, softcap": replace(TQ4, softcap=3.0, lengths=(290,)),
     "dense": replace(TQ4, mode="dense", kept=None, lengths=(150, 0, 9)),
-    "dense, tail, window": replace(TQ4, mode="dense", window=160, queries=2, lengths=(300, 17)),
+    "dense, tail, window": replace(TQ4, mode="dense", window=160, queries=3, lengths=(300, 2)),
     "fp8": replace(TQ4, mode="fp8", dtype="f16", lengths=(290, 9)),
     "shared, many heads": replace(TQ4, dim=512, shared=True, group=17, lengths=(140, 1)),
-    "shared rows": replace(TQ4, dim=128, shared=True, group=5, lengths=(290, 3)),
+    "shared rows": replace(TQ4, mode="tq3", dim=128, shared=True, group=5, lengths=(290, 3)),
 }
 
 
