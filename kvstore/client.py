@@ -144,7 +144,8 @@ def attach(
         device_memory: of a "cuda:" device, and of no other.
         timeout_s: for the store to answer, besides the time to touch new host arenas and their control block
             (SLOWEST_PREFAULT bytes a second).
-        on_lost: called once, from a thread of its own, when the attachment ends other than by ``close``.
+        on_lost: called once, from a thread of its own, when the attachment ends other than by ``close``; never where
+            there was none.
 
     Raises:
         Unavailable: KVSTORE_NOT_THERE. DeadlineExceeded: no answer in time.
@@ -526,11 +527,12 @@ class _Session:
         self._channel.close()
 
     def _read(self) -> None:
-        why = "the store ended the attachment"
+        why, attached = "the store ended the attachment", False
         try:
             for message in self._stream:
                 kind = message.WhichOneof("message")
                 if kind == "attached":
+                    attached = True
                     self._answers.put(message.attached)
                 elif kind == "create":
                     self._answers.put(message.create)
@@ -542,7 +544,7 @@ class _Session:
             why = f"connection to the store lost: {error.message}"
         else:
             self._answers.put(Unavailable(why))
-        self._end(why, tell=True)
+        self._end(why, tell=attached)  # a refusal is the caller's answer: nothing was lost
 
     def _end(self, why: str, *, tell: bool) -> None:
         """Marks the attachment as over; the first caller decides why, and whether on_lost hears of it."""

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore.client import Admitted, Attachment, OpenRequest
 from protos import rpc
-from protos.errors import KvStoreLost
+from protos.errors import KvStoreLost, PreconditionFailed
 from tests.scenarios.kvstore_process import GEOMETRY, ROOT, StoreProcess, eventually
 
 
@@ -103,6 +103,19 @@ def test_closing_tells_nobody() -> None:
         attachment.close()
         with pytest.raises(KvStoreLost, match="was closed"):
             attachment.release([0])
+    assert told == []
+
+
+def test_who_was_never_attached_has_lost_nothing() -> None:
+    """A worker tries again while its predecessor is in the books: what it is told of the first try must not end it."""
+    told: list[str] = []
+    with StoreProcess() as store:
+        with store.attach():
+            for _ in range(3):
+                with pytest.raises(PreconditionFailed, match="in use"):
+                    store.attach(on_lost=told.append)
+        with store.attach(on_lost=told.append):
+            assert told == []
     assert told == []
 
 
