@@ -31,6 +31,7 @@ log = structlog.get_logger("kvstore.fds")
 
 TICKET_BYTES = 16
 TICKET_TIMEOUT_S = 5.0
+ACCEPT_RETRY_S = 0.1
 MAX_FDS = 253  # the kernel's SCM_MAX_FD
 MAX_MANIFEST_BYTES = 1 << 20
 KEPT = b"K"
@@ -130,7 +131,12 @@ class FdServer:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as failure:  # out of descriptors: the caller waits in the backlog meanwhile
+                log.error("no connection could be taken", error=str(failure))
+                await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
             connection.setblocking(False)
             task = asyncio.create_task(self._serve(connection))
             self._serving.add(task)

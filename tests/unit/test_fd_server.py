@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import socket
 import struct
 import threading
@@ -99,3 +101,22 @@ def test_a_delivery_that_is_not_kept_is_named(tmp_path: Path, answer: bytes) -> 
     thread.join(5)
     assert caught.value.reason == "TICKET_REFUSED"
     assert open_descriptors() == before
+
+
+async def test_a_store_that_was_out_of_descriptors_answers_afterwards(tmp_path: Path) -> None:
+    server = FdServer(tmp_path / "s")
+    await server.start()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.settimeout(5)
+        next_free = os.dup(caller.fileno())
+        os.close(next_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, hard))
+        try:
+            caller.connect(str(tmp_path / "s"))
+            await asyncio.sleep(0.05)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        caller.sendall(bytes(16))
+        assert await asyncio.to_thread(caller.recv, 1) == b"", "an unknown ticket: closed without an answer"
+    await server.stop()
