@@ -48,6 +48,7 @@ from protos.errors import (
     ConfigError,
     DeadlineExceeded,
     KvStoreLost,
+    PermissionDenied,
     PreconditionFailed,
     RequestCancelled,
     TailpackError,
@@ -80,6 +81,7 @@ __all__ = [
 
 CALL_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
+VERDICT_TIMEOUT_S = 1.0
 SLOWEST_PREFAULT = 64 << 20
 """Bytes a second. A virtual machine that gets its memory page by page was seen to do 125 MB/s."""
 
@@ -475,11 +477,21 @@ class _Session:
             fds = device_memory.create([size for arena in answer.arenas for size in arena.chunk_bytes])
             try:
                 deliver(Path(answer.fd_socket), answer.fd_ticket, fds, timeout_s=self._timeout_s)
+            except (PermissionDenied, Unavailable) as failure:
+                raise self._verdict(failure) from failure
             finally:
                 close_all(fds)
             answer = self._answer()
         assert isinstance(answer, kvstore_pb2.Attached)
         return answer
+
+    def _verdict(self, failure: TailpackError) -> TailpackError:
+        """Why a delivery failed: what the stream says, where it ends too (the store died, or waits no longer)."""
+        try:
+            answer = self._answers.get(timeout=VERDICT_TIMEOUT_S)
+        except queue.Empty:
+            return failure
+        return _not_there(self._socket, answer) if isinstance(answer, TailpackError) else failure
 
     def _answer(self) -> kvstore_pb2.Attached | kvstore_pb2.CreateMemory:
         try:

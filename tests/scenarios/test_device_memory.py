@@ -241,6 +241,17 @@ def test_a_store_that_dies_before_the_delivery(store: StoreProcess) -> None:
         attach(store, Memory(FakeGpu(), kill), timeout_s=5)
 
 
+def test_a_store_that_dies_in_the_delivery(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(path: Path, ticket: bytes, fds: list[int], *, timeout_s: float) -> None:
+        store.stop(signal.SIGKILL)
+        raise PermissionDenied("what the end of the connection looks like", reason="TICKET_REFUSED")
+
+    monkeypatch.setattr(client, "deliver", dies)
+    with pytest.raises(Unavailable) as caught:
+        attach(store, Memory(FakeGpu()), timeout_s=5)
+    assert caught.value.reason == "KVSTORE_NOT_THERE"
+
+
 def test_a_worker_that_dies_before_the_delivery(store: StoreProcess) -> None:
     code = WORKER + "def wait():\n    say('made'); sys.stdin.readline()\nattach_gpu(Memory(FakeGpu(), wait))\n"
     with worker_process(store, code) as worker:
