@@ -27,8 +27,7 @@
 //   queries_full        the bulk copy of the block's queries;   queries_empty: both sides have an item's last scores
 //   sums                side 1: its sums of p, at an item's end. Side 0 waits for it.
 //   work_full, work_empty[slot]   the next work item, found by the first warp of half 0's producers
-// A warp arrives by one lane behind __syncwarp: the other lanes' accesses come before it, and what the tensor cores read
-// has ended by wgmma_wait. Weights and references need no "empty": side 0's are read before side 1 frees (0, 1), and
+// Every lane of a warp arrives behind its own accesses; what the tensor cores read has ended by wgmma_wait. Weights and references need no "empty": side 0's are read before side 1 frees (0, 1), and
 // side 1's before side 0 frees (1, 0), without which the next tile does not come.
 #pragma once
 
@@ -37,7 +36,7 @@
 namespace tailpack {
 
 // Of 65,536; a launch gives each of the 512 threads 128.
-constexpr int kConsumerRegisters = 208, kProducerRegisters = 48;
+constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
 static_assert(256 * (kConsumerRegisters + kProducerRegisters) == 65536);
 
 // Whether side 1 adds tile 0 before it computes the scores of tile 1. That frees tile 0 early, for tile 1 comes later than
@@ -130,6 +129,7 @@ __device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, u
     float top[2] = {hidden_score(), hidden_score()};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
+        if (i % 4 == 0) __syncwarp(); // or the assembler loads all scales at once, and spills
         const float4 scale = load_scales(i);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -433,17 +433,17 @@ template <typename T, bool SOFTCAP> __device__ __forceinline__ void attend_mqa(c
     if (threadIdx.x == 0) {
         using namespace mqa_shared;
         for (uint32_t i = 0; i < 4; i++) {
-            mbarrier_init(shared + kFull + 8 * i, 4); // one half's producers
-            mbarrier_init(shared + kEmpty + 8 * i, 4); // one side's warps
+            mbarrier_init(shared + kFull + 8 * i, 4 * kWarpArrivals); // one half's producers
+            mbarrier_init(shared + kEmpty + 8 * i, 4 * kWarpArrivals); // one side's warps
         }
         for (uint32_t i = 0; i < 2; i++) {
-            mbarrier_init(shared + kWeightsFull + 8 * i, 4);
+            mbarrier_init(shared + kWeightsFull + 8 * i, 4 * kWarpArrivals);
             mbarrier_init(shared + kWorkFull + 8 * i, 1);
-            mbarrier_init(shared + kWorkEmpty + 8 * i, kMqaThreads / 32);
+            mbarrier_init(shared + kWorkEmpty + 8 * i, kMqaThreads / 32 * kWarpArrivals);
         }
         mbarrier_init(shared + kQueriesFull, kStageArrivals);
-        mbarrier_init(shared + kQueriesEmpty, 8);
-        mbarrier_init(shared + kSumsFull, 4);
+        mbarrier_init(shared + kQueriesEmpty, 8 * kWarpArrivals);
+        mbarrier_init(shared + kSumsFull, 4 * kWarpArrivals);
         mbarrier_init_fence();
     }
     __syncthreads();
