@@ -3,7 +3,7 @@
 //   out = sum over items of 2^(m_i - m) out_i / (sum of 2^(m_i - m) l_i + 2^(sink log2 e - m)),  m the largest of all m_i
 //   lse = ln 2 * (m + log2 of the sum of 2^(m_i - m) l_i): sinks not counted
 // Results in the rotated domain, those of packed pages (PLAN_PACKED), or of page rows if ROTATED (PLAN_ROWS), are added up
-// first and rotated back once. Nothing visible: out 0, lse -inf. A sink of +inf takes everything: out 0.
+// first and rotated back once. Nothing visible: out 0, lse -inf. A sink of +inf takes everything: out 0. NaN stays NaN.
 //
 // Grid: num_sequences * num_queries * q_heads CTAs of kMergeThreads threads. A warp takes every kMergeWarps-th item, always
 // the same ones, so that the order of additions is the sequence's own.
@@ -23,7 +23,7 @@ template <int D> struct MergeShared {
 
 template <typename T> __device__ __forceinline__ T rounded(float x) { return T(x); }
 template <> __device__ __forceinline__ __half rounded<__half>(float x) { // a mean of rows near 65504 may come out longer
-    return __float2half_rn(fminf(fmaxf(x, -65504.0f), 65504.0f));
+    return __float2half_rn(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); // NaN stays
 }
 
 template <int D, typename T, PlanKind KIND, bool ROTATED, int PAGE_CHUNK = kRowChunk>
@@ -132,14 +132,14 @@ __device__ __forceinline__ void merge_partials(const DecodeArgs& args) {
     // With the sink's weight in the denominator; both weights are at most 1, and finite for sinks of either infinity.
     const float top = fminf(fmaxf(m, sink), -kLowest);
     const float ours = exp2_fast(m - top), others = exp2_fast(fmaxf(sink, kLowest) - top), all = fmaf(l, ours, others);
-    const bool nothing = !(l > 0.0f);
+    const bool nothing = l == 0.0f; // not so if it is NaN
     const float factor = nothing ? 0.0f : ours / all; // 0 / inf beside an infinite sink
     T* to = static_cast<T*>(args.out) + b * args.out_batch_stride + query * args.out_token_stride + head * args.out_head_stride;
 #pragma unroll
     for (int j = 0; j < kOwn; j++) to[32 * j + lane] = rounded<T>(nothing ? 0.0f : (out[j] + plain[j]) * factor);
     if (lane == 0 && args.lse != nullptr)
         args.lse[(b * args.num_queries + query) * args.kv_heads * args.group + head] =
-            l > 0.0f ? (m + log2_fast(l)) * kLn2 : -__int_as_float(0x7f800000);
+            nothing ? -__int_as_float(0x7f800000) : (m + log2_fast(l)) * kLn2;
 }
 
 } // namespace tailpack

@@ -70,8 +70,13 @@ __device__ __forceinline__ void prepare_packed(const DecodeArgs& args) {
     if (vector < num_vectors) load_query<T, D>(x, query_row<T>(args, place.sequence, place.kv_head, vector), lane);
     rotate_row<D>(x, lane);
     float largest = 0.0f;
+    bool finite = true;
 #pragma unroll
-    for (int j = 0; j < kOwn; j++) largest = fmaxf(largest, fabsf(x[j]));
+    for (int j = 0; j < kOwn; j++) {
+        finite &= fabsf(x[j]) < __int_as_float(0x7f800000);
+        largest = fmaxf(largest, fabsf(x[j]));
+    }
+    finite = __all_sync(kAllLanes, finite); // integers have no NaN, so the scale says it
 #pragma unroll
     for (int distance = 16; distance >= 1; distance /= 2)
         largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
@@ -82,7 +87,7 @@ __device__ __forceinline__ void prepare_packed(const DecodeArgs& args) {
     uint32_t* fragments = reinterpret_cast<uint32_t*>(block + warp / 4 * Block::kSetBytes);
 #pragma unroll
     for (int j = 0; j < kOwn; j++) { // dims 32 j + lane: step j
-        const int32_t n = static_cast<int32_t>(rintf(x[j] * inverse));
+        const int32_t n = finite ? static_cast<int32_t>(rintf(x[j] * inverse)) : 0;
         const int32_t hi = (n + 128) >> 8, lo = n - 256 * hi;
         sum += n;
         // Four lanes' bytes make a word: exchanged twice, it is whole in all four.
@@ -104,7 +109,8 @@ __device__ __forceinline__ void prepare_packed(const DecodeArgs& args) {
         // The exponent is 2^x: x = score * log2 e. With softcap the score goes into 1 + 2^(2 log2 e score / cap) first.
         const float factor = SOFTCAP ? 2.0f * kLog2 * args.sm_scale / args.softcap : kLog2 * args.sm_scale;
         const bool exists = vector < num_vectors;
-        reinterpret_cast<float*>(block + Block::kScales)[warp] = exists ? step * Grid<D, KEY_BITS>::step() * factor : 0.0f;
+        const float scale = finite ? step * Grid<D, KEY_BITS>::step() * factor : __int_as_float(0x7fc00000);
+        reinterpret_cast<float*>(block + Block::kScales)[warp] = exists ? scale : 0.0f;
         reinterpret_cast<float*>(block + Block::kHalves)[warp] = 0.5f * static_cast<float>(sum);
     }
 }

@@ -16,7 +16,7 @@ from kernels.decode import Batch, DecodeLayer
 from kernels.decode_workspace import DecodeLimits, new_workspace
 from tests.bench import kernel_checks
 from tests.bench.kernel_cases import Case
-from tests.bench.kernel_inputs import Inputs
+from tests.bench.kernel_inputs import Inputs, make
 from tests.kernels.emulator import Emulator, needs_compiler
 
 pytestmark = needs_compiler
@@ -86,3 +86,23 @@ def test_a_call_gives_the_float64_answer(
     monkeypatch.setattr(kernel_checks, "make_engine", lambda inputs: Emulated(inputs, folder, built))
     facts: dict[str, Any] = kernel_checks.run_case(case, CPU)
     assert facts["ok"], (seed, facts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["packed", "dense"])
+def test_nan_is_told_where_it_is_and_nowhere_else(
+    name: str, built: dict[Cell, Emulator], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A query that is not finite must not come out as an attended, or an empty, row."""
+    inputs = make(CASES[name], CPU)
+    engine = Emulated(inputs, tmp_path_factory.mktemp("emulated"), built)
+    engine(inputs.q, inputs.batch, inputs.out, inputs.lse)
+    before = inputs.out.clone(), inputs.lse.clone()
+    inputs.q[0, 0, 1, 3] = float("nan")
+    inputs.poison()
+    engine(inputs.q, inputs.batch, inputs.out, inputs.lse)
+    hit = torch.zeros_like(inputs.lse, dtype=torch.bool)
+    hit[0, 0, 1] = True
+    for got, was in zip((inputs.out, inputs.lse), before, strict=True):
+        assert bool(got[hit].isnan().all())
+        assert torch.equal(got[~hit], was[~hit])
