@@ -66,19 +66,26 @@ def memory(router: str, workers: tuple[str, ...], as_json: bool) -> None:
 
     A kvstore is asked through its socket, so only those on this machine are in the answer.
     """
-    infos = [_info(address) for address in workers or _workers_of(router)]
+    silent: dict[str, str] = {}
+    if workers:
+        infos = [_info(address) for address in workers]
+    else:
+        infos, silent = _infos_of(router)
     here = platform.node()
     sockets = dict.fromkeys(info.memory.kv_socket for info in infos if info.memory.host == here)
     places = gathered(infos, {here: [client.stats(Path(socket)) for socket in sockets if socket]})
     missing = sorted({info.memory.host for info in infos} - {here})
     if as_json:
-        click.echo(json.dumps({"places": [_as_json(place) for place in places], "stores_not_asked_on": missing}))
+        answer = {"places": [_as_json(place) for place in places], "stores_not_asked_on": missing}
+        click.echo(json.dumps({**answer, "workers_without_answer": silent}))
         return
     console = Console()
     for place in places:
         console.print(_table(place))
     if missing:
         console.print(f"The kvstores of {', '.join(missing)} are not on this machine and were not asked.")
+    for address, why in silent.items():
+        console.print(f"Not in the answer: worker {address}, {why}", markup=False)
 
 
 def gathered(
@@ -114,11 +121,22 @@ def gathered(
     return sorted(places.values(), key=lambda place: (place.host, place.memory != HOST, place.memory))
 
 
-def _workers_of(router: str) -> list[str]:
+def _infos_of(router: str) -> tuple[list[worker_pb2.InfoResponse], dict[str, str]]:
+    """The answers of ``router``'s workers, and why each of the others gave none, by address."""
     with _asking("router", router) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
-        answer = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=TIMEOUT_S)
-    return [worker.address for worker in answer.workers if worker.state in ("ready", "draining")]
+        known = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=TIMEOUT_S).workers
+    infos: list[worker_pb2.InfoResponse] = []
+    silent: dict[str, str] = {}
+    for worker in known:
+        if worker.state not in ("ready", "draining"):
+            silent[worker.address] = f"{worker.state}: {worker.why}" if worker.why else worker.state
+            continue
+        try:
+            infos.append(_info(worker.address))
+        except Unavailable as error:  # it ended a moment ago; the others are still worth showing
+            silent[worker.address] = str(error)
+    return infos, silent
 
 
 def _info(address: str) -> worker_pb2.InfoResponse:
@@ -135,7 +153,8 @@ def _asking(what: str, address: str) -> Iterator[grpc.Channel]:
         except grpc.RpcError as failure:
             error = rpc.error_from(failure)
             if isinstance(error, Unavailable | DeadlineExceeded):
-                raise Unavailable(f"no {what} answers", given=address, hint=error.message) from failure
+                hint = f"{error.message}; name another with --{what}"
+                raise Unavailable(f"no {what} answers", given=address, hint=hint) from failure
             raise error from failure
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
+import pytest
 from click.testing import CliRunner
 
+from protos import router_pb2, router_pb2_grpc
 from protos.errors import Unavailable
 from tests.scenarios.kvstore_process import StoreProcess
 from tests.unit.tiny import config_for, write_model
@@ -38,6 +42,7 @@ async def test_every_owner_is_named_and_counted(tmp_path: Path) -> None:
     assert as_json.exit_code == 0, as_json.output
     answer: dict[str, Any] = json.loads(as_json.output)
     assert answer["stores_not_asked_on"] == []
+    assert answer["workers_without_answer"] == {}
     (host,) = answer["places"]
     assert (host["host"], host["memory"], host["total_bytes"]) == (platform.node(), "host", None)
     uses = {(use["holder"], use["owner"]): use["num_bytes"] for use in host["uses"]}
@@ -59,3 +64,29 @@ def test_who_does_not_answer_is_named() -> None:
         failed = CliRunner().invoke(memory, [f"--{what}", "127.0.0.1:1"])
         assert isinstance(failed.exception, Unavailable)
         assert f"no {what} answers; given: 127.0.0.1:1" in str(failed.exception)
+
+
+class _TwoGone(router_pb2_grpc.RouterServicer):
+    """Knows one worker that it lost, and one that it thinks is ready but that ended since."""
+
+    def ListWorkers(
+        self, request: router_pb2.ListWorkersRequest, context: grpc.ServicerContext
+    ) -> router_pb2.ListWorkersResponse:
+        lost = router_pb2.WorkerStatus(address="10.0.0.9:7", state="lost", why="connection [reset]")
+        ended = router_pb2.WorkerStatus(address="127.0.0.1:1", state="ready")
+        return router_pb2.ListWorkersResponse(workers=[lost, ended])
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_workers_that_are_gone_are_named_not_left_out(form: list[str]) -> None:
+    server = grpc.server(ThreadPoolExecutor(2))
+    router_pb2_grpc.add_RouterServicer_to_server(_TwoGone(), server)  # type: ignore[abstract]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        told = CliRunner().invoke(memory, ["--router", f"127.0.0.1:{port}", *form])
+    finally:
+        server.stop(None)
+    assert told.exit_code == 0, told.output
+    assert "10.0.0.9:7" in told.output and "lost: connection [reset]" in told.output
+    assert "127.0.0.1:1" in told.output and "no worker answers" in told.output
