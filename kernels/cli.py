@@ -106,9 +106,15 @@ def verify_command(
         if finding.status is not Status.OBSERVED:
             click.echo(f"{finding.status.value}: {finding.cell.name} {finding.arch}: {finding.reason}", err=True)
     code = exit_code(findings)
-    answer = {0: "pass: every cell observed in every arch", 1: "FAIL: see above"}
+    answer = {0: "pass: every cell observed in every arch", 1: f"FAIL: see above; {_remedy(findings)}"}
     click.echo(f"{answer.get(code, 'no answer: the inspector could not tell')} ({target})", err=code != 0)
     sys.exit(code)
+
+
+def _remedy(findings: Sequence[Finding]) -> str:
+    """What to do about what is not OBSERVED. `build` keeps any file that is there, so a wrong one must go first."""
+    wrong = any(finding.status is Status.WRONG for finding in findings)
+    return ("remove what is wrong, then run" if wrong else "run") + " `tailpack kernels build`"
 
 
 @kernels_group.command("profile")

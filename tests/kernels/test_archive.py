@@ -181,6 +181,7 @@ def test_a_corrupt_cubin_is_a_failure(folder: Path, damage: str) -> None:
     result = verify_command(folder)
     assert result.exit_code == 1
     assert f"wrong: {CELL.name} sm_90a" in result.output
+    assert "remove what is wrong, then run `tailpack kernels build`" in result.output
 
 
 def test_an_empty_listing_is_no_answer(built: Path, tmp_path: Path) -> None:
