@@ -83,7 +83,7 @@ def shared_bytes(cell: Cell, warps: int) -> int:
     rows = GROUP_ROWS // lanes * (cell.width * _ELEMENT_BYTES[cell.variant] + 16 * lanes)
     staged = GROUP_ROWS * (4 * (cell.width // 8 + 4) + 4)
     units = 3 * (16 * 8 + 8 * 8 + 4 * 4 + 16)
-    tables = 2 * 3 * 32 * 4 + 16 * 4
+    tables = 2 * 3 * 32 * 4 + 3 * 32 + 4 * 32 + 64 * 4
     return tables + warps * (rows + staged + units + 16)
 
 

@@ -12,7 +12,7 @@ namespace tailpack {
 template <int WIDTH> struct StagedCodes {
     static constexpr int kWords = WIDTH / kChunk;
     static constexpr int kPitch = kWords + 4;
-    uint32_t words[kGroupRows][kPitch];
+    alignas(16) uint32_t words[kGroupRows][kPitch];
     float scales[kGroupRows];
 };
 
@@ -212,39 +212,57 @@ __device__ __forceinline__ uint32_t squeeze2(uint32_t n) {
     n = (n | n >> 4) & 0x00ff00ffu;
     return (n | n >> 8) & 0xffffu;
 }
+__device__ __forceinline__ uint32_t spread2(uint32_t codes) { // of the low 16 bits
+    uint32_t n = (codes & 0xffu) | (codes << 8 & 0xff0000u);
+    n = (n | n << 4) & 0x0f0f0f0fu;
+    return (n | n << 2) & 0x33333333u;
+}
 __device__ __forceinline__ uint32_t squeeze3(uint32_t n) {
     n = (n & 0x07070707u) | (n & 0x70707070u) >> 1;
     n = (n & 0x003f003fu) | (n & 0x3f003f00u) >> 2;
     return (n & 0xfffu) | n >> 16 << 12;
 }
 
-__device__ __forceinline__ int row_words(int width, int bits) { return bits == 3 ? (width + 9) / 10 : width * bits / 32; }
+template <int WIDTH, int BITS> constexpr int kRowWords = BITS == 3 ? (WIDTH + 9) / 10 : WIDTH * BITS / 32;
 
-// Word i of a row's codes.
-template <int WIDTH> __device__ __forceinline__ uint32_t row_word(const uint32_t* nibble_words, int i, int bits) {
-    if (bits == 4) return nibble_words[i];
-    if (bits == 2) return squeeze2(nibble_words[2 * i]) | squeeze2(nibble_words[2 * i + 1]) << 16;
-    const int k = word3_chunk(i);
-    return word3(i, squeeze3(nibble_words[k]), k + 1 < WIDTH / kChunk ? squeeze3(nibble_words[k + 1]) : 0u);
-}
-
-template <int WIDTH>
-__device__ __forceinline__ void store_rows(PageWriter& writer, const UnitPlace& place, const StagedCodes<WIDTH>& staged,
-                                           int lane) {
-    // The last unit of a head also writes the padding behind both planes.
-    const int words = row_words(WIDTH, place.bits), first_word = place.first_row * words;
-    const int end = place.last() ? static_cast<int>(place.scales_offset / 4) - first_word : place.rows * words;
-    for (int at = 4 * lane; at < end; at += 128) {
+// Words word..word + 3 of the unit's rows, side by side; rows that the page does not have are zeros.
+template <int WIDTH, int BITS>
+__device__ __forceinline__ uint4 row_words(const StagedCodes<WIDTH>& staged, int word, int rows) {
+    constexpr int kWords = kRowWords<WIDTH, BITS>;
+    if constexpr (BITS == 3) {
         uint32_t w[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int row = (at + i) / words;
-            w[i] = row < place.rows ? row_word<WIDTH>(staged.words[row], at + i - row * words, place.bits) : 0u;
+            const int row = (word + i) / kWords, of_row = (word + i) % kWords, k = word3_chunk(of_row);
+            const uint32_t* codes = staged.words[min(row, kGroupRows - 1)];
+            const uint32_t next = k + 1 < WIDTH / kChunk ? squeeze3(codes[k + 1]) : 0u;
+            w[i] = row < rows ? word3(of_row, squeeze3(codes[k]), next) : 0u;
         }
-        writer.store(place.head + 4 * (static_cast<int64_t>(first_word) + at), make_uint4(w[0], w[1], w[2], w[3]));
+        return make_uint4(w[0], w[1], w[2], w[3]);
+    } else { // four words are of one row
+        const int row = word / kWords;
+        if (row >= rows) return make_uint4(0, 0, 0, 0);
+        const uint4* codes = reinterpret_cast<const uint4*>(staged.words[row] + word % kWords * (BITS == 4 ? 1 : 2));
+        if constexpr (BITS == 4) return codes[0];
+        const uint4 a = codes[0], b = codes[1];
+        return make_uint4(squeeze2(a.x) | squeeze2(a.y) << 16, squeeze2(a.z) | squeeze2(a.w) << 16,
+                          squeeze2(b.x) | squeeze2(b.y) << 16, squeeze2(b.z) | squeeze2(b.w) << 16);
     }
+}
+
+template <int WIDTH, int BITS>
+__device__ __forceinline__ void store_rows(PageWriter& writer, const UnitPlace& place, const StagedCodes<WIDTH>& staged,
+                                           int lane) {
+    constexpr int kWords = kRowWords<WIDTH, BITS>;
+    // The last unit of a head also writes the padding behind both planes.
+    const int first_word = place.first_row * kWords;
+    const int end = place.last() ? static_cast<int>(place.scales_offset / 4) - first_word : place.rows * kWords;
+#pragma unroll 1
+    for (int at = 4 * lane; at < end; at += 128)
+        writer.store(place.head + 4 * (static_cast<int64_t>(first_word) + at), row_words<WIDTH, BITS>(staged, at, place.rows));
     const int64_t scales = place.head + place.scales_offset + 4 * place.first_row;
     const int scales_end = place.last() ? static_cast<int>(place.head + place.head_bytes - scales) / 4 : place.rows;
+#pragma unroll 1
     for (int at = 4 * lane; at < scales_end; at += 128) {
         uint32_t w[4];
 #pragma unroll
@@ -253,16 +271,40 @@ __device__ __forceinline__ void store_rows(PageWriter& writer, const UnitPlace& 
     }
 }
 
-template <int WIDTH>
+template <int WIDTH, int BITS>
 __device__ __forceinline__ void load_rows(const uint8_t* page, const UnitPlace& place, StagedCodes<WIDTH>& staged, int lane) {
-    constexpr int kWords = StagedCodes<WIDTH>::kWords;
-    const int64_t row_bytes = 4 * row_words(WIDTH, place.bits);
-    for (int i = lane; i < place.rows * kWords; i += 32) {
-        const int row = i / kWords, k = i % kWords;
-        const uint8_t* codes = page + place.head + (place.first_row + row) * row_bytes;
-        if (place.bits == 4) staged.words[row][k] = read_chunk<4>(codes, k);
-        else if (place.bits == 3) staged.words[row][k] = nibbles<3>(read_chunk<3>(codes, k));
-        else staged.words[row][k] = nibbles<2>(read_chunk<2>(codes, k));
+    constexpr int kWords = kRowWords<WIDTH, BITS>;
+    const uint8_t* codes = page + place.head + static_cast<int64_t>(place.first_row) * (4 * kWords);
+    if constexpr (BITS == 3) {
+        constexpr int kChunks = WIDTH / kChunk;
+#pragma unroll 1
+        for (int i = lane; i < place.rows * kChunks; i += 32) {
+            const int row = i / kChunks, k = i % kChunks;
+            staged.words[row][k] = nibbles<3>(read_chunk<3>(codes + row * (4 * kWords), k));
+        }
+    } else {
+        constexpr int kFours = 4; // of a lane, on their way together
+#pragma unroll 1
+        for (int first = 4 * lane; first < place.rows * kWords; first += 128 * kFours) {
+            uint4 four[kFours];
+#pragma unroll
+            for (int i = 0; i < kFours; i++)
+                if (first + 128 * i < place.rows * kWords) four[i] = *reinterpret_cast<const uint4*>(codes + 4 * (first + 128 * i));
+#pragma unroll
+            for (int i = 0; i < kFours; i++) {
+                const int word = first + 128 * i;
+                uint4* to = reinterpret_cast<uint4*>(staged.words[word / kWords] + word % kWords * (BITS == 4 ? 1 : 2));
+                if (word >= place.rows * kWords) break;
+                if constexpr (BITS == 4) {
+                    *to = four[i];
+                } else {
+                    const uint32_t w[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
+#pragma unroll
+                    for (int j = 0; j < 2; j++)
+                        to[j] = make_uint4(spread2(w[2 * j]), spread2(w[2 * j] >> 16), spread2(w[2 * j + 1]), spread2(w[2 * j + 1] >> 16));
+                }
+            }
+        }
     }
     if (lane < place.rows)
         staged.scales[lane] =
@@ -274,14 +316,20 @@ __device__ __forceinline__ void load_rows(const uint8_t* page, const UnitPlace& 
 template <int WIDTH>
 __device__ __forceinline__ void store_codes(PageWriter& writer, const PageRegion& region, const UnitPlace& place,
                                             const StagedCodes<WIDTH>& staged, int lane) {
-    if (region.order == Order::kRows) store_rows<WIDTH>(writer, place, staged, lane);
-    else store_fragments<WIDTH>(writer, place, region.order, staged, lane);
+    if (region.order == Order::kRows) {
+        if (place.bits == 4) store_rows<WIDTH, 4>(writer, place, staged, lane);
+        else if (place.bits == 3) store_rows<WIDTH, 3>(writer, place, staged, lane);
+        else store_rows<WIDTH, 2>(writer, place, staged, lane);
+    } else store_fragments<WIDTH>(writer, place, region.order, staged, lane);
 }
 template <int WIDTH>
 __device__ __forceinline__ void load_codes(const uint8_t* page, const PageRegion& region, const UnitPlace& place,
                                            StagedCodes<WIDTH>& staged, int lane) {
-    if (region.order == Order::kRows) load_rows<WIDTH>(page, place, staged, lane);
-    else load_fragments<WIDTH>(page, place, region.order, staged, lane);
+    if (region.order == Order::kRows) {
+        if (place.bits == 4) load_rows<WIDTH, 4>(page, place, staged, lane);
+        else if (place.bits == 3) load_rows<WIDTH, 3>(page, place, staged, lane);
+        else load_rows<WIDTH, 2>(page, place, staged, lane);
+    } else load_fragments<WIDTH>(page, place, region.order, staged, lane);
 }
 
 } // namespace tailpack

@@ -8,23 +8,26 @@ namespace tailpack {
 template <typename T> constexpr bool kSaturates = false; // a row may come back longer than the dtype holds
 template <> constexpr bool kSaturates<__half> = true;
 
-// The lane's row, decoded from nibble words, into its chunks of `own`. Every lane takes part.
+// The lane's row, decoded from nibble words of codes of sign_bit + 1 bits, into its chunks of `own`. Every lane takes part.
 template <int WIDTH, typename T>
-__device__ __forceinline__ void decode_row(const uint32_t* nibble_words, float scale, float value_of_lane,
-                                           const Diagonal<WIDTH>& diagonal, WarpRows<WIDTH, T>& own, int lane) {
+__device__ __forceinline__ void decode_row(const uint32_t* nibble_words, float scale, float value_of_lane, int sign_bit,
+                                           const RowTables& tables, WarpRows<WIDTH, T>& own, int lane) {
     using L = RowLanes<WIDTH>;
     constexpr float kMaxHalf = 65504.0f;
-    const float inverse_root = 1.0f / sqrtf(static_cast<float>(WIDTH));
     float x[L::kValues];
 #pragma unroll
     for (int s = 0; s < L::kChunks; s++) {
-        const uint32_t word = nibble_words[L::kLanes * s + lane % L::kLanes];
+        const int chunk = L::kLanes * s + lane % L::kLanes;
+        uint32_t word = nibble_words[chunk];
+        if constexpr (L::kLanes > 1) word ^= tables.signs[chunk] << sign_bit;
 #pragma unroll
-        for (int j = 0; j < kChunk; j++) // the table repeats after 16 lanes, so the next code's low bit does no harm
-            x[kChunk * s + j] = diagonal.flip(
-                __shfl_sync(0xffffffffu, value_of_lane, static_cast<int>(word >> 4 * j)), kChunk * s + j);
+        for (int j = 0; j < kChunk; j++) { // the table repeats after 16 lanes, so the next code's low bit does no harm
+            const float v = __shfl_sync(0xffffffffu, value_of_lane, static_cast<int>(word >> 4 * j));
+            x[kChunk * s + j] = L::kLanes == 1 && negated_lanes<WIDTH>(kChunk * s + j) != 0 ? -v : v;
+        }
     }
     hadamard<WIDTH>(x, lane);
+    const TimesDiagonal<WIDTH> unrotated(1.0f / sqrtf(static_cast<float>(WIDTH)), tables, lane);
     const uint32_t kept = scale == 0.0f ? 0u : 0xffffffffu; // a zero row comes back as +0, never -0
 #pragma unroll
     for (int s = 0; s < L::kChunks; s++) {
@@ -32,7 +35,7 @@ __device__ __forceinline__ void decode_row(const uint32_t* nibble_words, float s
 #pragma unroll
         for (int j = 0; j < kChunk; j++) {
             const int i = kChunk * s + j;
-            v[j] = __fmul_rn(__fmul_rn(diagonal.flip(x[i], i), inverse_root), scale);
+            v[j] = __fmul_rn(unrotated(x[i], i), scale);
             if constexpr (kSaturates<T>) v[j] = fminf(fmaxf(v[j], -kMaxHalf), kMaxHalf);
         }
         uint4* out = own.chunk(s, lane);
@@ -75,16 +78,11 @@ __device__ __forceinline__ void restore_pages(const PageTables& tables, SharedRo
 #pragma unroll 1
         for (int pass = 0; pass < L::kPasses; pass++) {
             const int row = row_of_pass<WIDTH>(pass, lane);
-            const Diagonal<WIDTH> diagonal(shared.tables, lane);
-            decode_row<WIDTH, T>(own.staged.words[row], own.staged.scales[row], value_of_lane, diagonal, own, lane);
+            decode_row<WIDTH, T>(own.staged.words[row], own.staged.scales[row], value_of_lane, place.bits - 1, shared.tables, own, lane);
             __syncwarp();
-            const uint8_t* of_lane = nullptr;
-            if (row >= begin && row < end) of_lane = row_address(page, region, unit.head, place.first_row + row);
-#pragma unroll
-            for (int i = 0; i < S::kCopies; i++) {
-                uint8_t* to = address_of_lane(of_lane, S::row_of_copy(i, lane) * L::kLanes);
-                if (to != nullptr) store_global_16(to + S::byte_of_copy(i, lane), *own.piece(i, lane));
-            }
+            uint8_t* to = nullptr;
+            if (row >= begin && row < end) to = row_address(page, region, unit.head, place.first_row + row);
+            RowsOutside<WIDTH, T>(to, lane).each(lane, [&](int i, uint8_t* at) { store_global_16(at, *own.piece(i, lane)); });
             __syncwarp(); // the rows and the staged codes are read, and may be written again
         }
     }

@@ -2,7 +2,7 @@
 //
 // A row of WIDTH values is held by kLanes lanes side by side (one lane up to width 128), in *chunks* of 8 values: lane q of
 // the row has chunks kLanes * s + q. So the first three and the last butterflies of the transform need no other lane, and
-// with one lane a row the diagonal's signs are known to the compiler and cost nothing.
+// with one lane a row no lane needs another at all.
 // Every f32 operation and its order are those of kernels/turboquant.py, so codes, scales and rows equal it bit for bit.
 #pragma once
 
@@ -17,10 +17,9 @@ constexpr float kMaxNorm = TAILPACK_MAX_NORM;   // above it a row is refused
 
 template <int WIDTH> struct RowLanes {
     static constexpr int kLanes = TAILPACK_ROW_LANES;
-    static_assert(WIDTH / kLanes >= 32 && WIDTH / kLanes <= 128, "signs come in words, and registers are few");
+    static_assert(WIDTH / kLanes >= 32 && WIDTH / kLanes <= 128, "codes are written in fours, and registers are few");
     static constexpr int kValues = WIDTH / kLanes; // of a row in one lane
     static constexpr int kChunks = kValues / kChunk;
-    static constexpr int kSignWords = kValues / 32;
     static constexpr int kRows = 32 / kLanes;   // rows that a warp holds
     static constexpr int kPasses = kLanes;      // until it has held 32
     static constexpr int kWords = WIDTH / kChunk; // nibble words of a row
@@ -134,20 +133,28 @@ template <int WIDTH, int BITS> __device__ constexpr bool candidates_fit() {
     return true;
 }
 
-template <int WIDTH> __device__ constexpr uint32_t lane_signs(int q, int w) {
-    uint32_t signs = 0;
-    for (int i = 0; i < 4; i++) {
-        const int chunk = RowLanes<WIDTH>::kLanes * (4 * w + i) + q;
-        signs |= (Signs<WIDTH>::word(chunk / 4) >> kChunk * (chunk % 4) & 0xffu) << kChunk * i;
+struct alignas(16) GridConstants {
+    float slope;     // uniform cells, of 2 kLevels - 2, a unit
+    float last;      // 2 kLevels - 2
+    float half_step; // step / 2
+    int sign_bit;    // bits - 1
+    uint32_t odd_low, odd_high;
+
+    template <int WIDTH, int BITS> static __device__ __forceinline__ GridConstants of() {
+        using C = Candidates<WIDTH, BITS>;
+        static_assert(candidates_fit<WIDTH, BITS>(), "a coordinate may be in neither of its two candidate cells");
+        constexpr float kLast = 2 * C::kLevels - 2;
+        return {C::kSlope / kLast, kLast, 0.5f * Grid<WIDTH, BITS>::step(), BITS - 1, C::odd(0), C::odd(4)};
     }
-    return signs;
-}
+};
 
 // What lanes look up; in shared memory. Of the three grids in the order 2, 3, 4 bits.
 struct RowTables {
     float negated_boundary[3][32]; // by candidate
     float value[3][32];            // by the five low bits of any number whose four low ones are the code
-    alignas(16) uint32_t signs[16]; // of the diagonal: bit i % 32 of [kSignWords * q + i / 32], of value i of lane q of a row
+    GridConstants grids[3];
+    alignas(16) uint32_t negations[4][8]; // the sign bit of [q][p] is bit q of 2 p
+    uint32_t signs[64];            // of the diagonal: bit 4 j of word k is 1 where dim 8 k + j is negated
 
     template <int WIDTH> __device__ __forceinline__ void fill(int thread, int num_threads) {
         for (int i = thread; i < 32; i += num_threads) {
@@ -157,52 +164,78 @@ struct RowTables {
             value[0][i] = Candidates<WIDTH, 2>::value(i % 16);
             value[1][i] = Candidates<WIDTH, 3>::value(i % 16);
             value[2][i] = Candidates<WIDTH, 4>::value(i % 16);
+        }
+        for (int i = thread; i < 32; i += num_threads)
+            negations[i / 8][i % 8] = static_cast<uint32_t>(2 * (i % 8)) << (31 - i / 8) & 0x80000000u;
+        if (thread == 0) {
+            grids[0] = GridConstants::of<WIDTH, 2>();
+            grids[1] = GridConstants::of<WIDTH, 3>();
+            grids[2] = GridConstants::of<WIDTH, 4>();
+        }
+#pragma unroll 1
+        for (int i = thread; i < WIDTH / kChunk; i += num_threads) {
+            uint32_t of_four = 0, word = 0;
 #pragma unroll
-            for (int k = 0; k < WIDTH / 32; k++) { // the index by which signs are looked up has to be a constant
-                constexpr int kSignWords = RowLanes<WIDTH>::kSignWords;
-                if (i == k) signs[k] = lane_signs<WIDTH>(k / kSignWords, k % kSignWords);
-            }
+            for (int k = 0; k < WIDTH / 32; k++) // the index by which signs are looked up has to be a constant
+                of_four = i / 4 == k ? Signs<WIDTH>::word(k) : of_four;
+#pragma unroll
+            for (int j = 0; j < kChunk; j++) word |= (of_four >> (kChunk * (i % 4) + j) & 1u) << 4 * j;
+            signs[i] = word;
         }
     }
 };
 
 // ---- the diagonal D
 
-template <int WIDTH> struct Diagonal {
-    using L = RowLanes<WIDTH>;
-    static constexpr bool kKnown = L::kLanes == 1;
-    uint32_t words[kKnown ? 1 : L::kSignWords]; // bit i % 32 of word i / 32: value i of this lane is negated
+// Bit q: value i of lane q of a row is negated. Known to the compiler, as i is.
+template <int WIDTH> __device__ constexpr uint32_t negated_lanes(int i) {
+    constexpr int kLanes = RowLanes<WIDTH>::kLanes;
+    uint32_t lanes = 0;
+    for (int q = 0; q < kLanes; q++) {
+        const int dim = kChunk * (kLanes * (i / kChunk) + q) + i % kChunk;
+        lanes |= (Signs<WIDTH>::word(dim / 32) >> dim % 32 & 1u) << q;
+    }
+    return lanes;
+}
 
-    // Made anew for each row: the compiler would keep the masks of all values if they were the same for all rows.
-    __device__ __forceinline__ Diagonal(const RowTables& tables, int lane) {
-        if constexpr (!kKnown) {
+// A factor times the diagonal. Up to four lanes have so few ways of sharing signs out that a register holds the factor for
+// each of them, and the signs cost nothing.
+template <int WIDTH> struct TimesDiagonal {
+    using L = RowLanes<WIDTH>;
+    static constexpr bool kByPattern = L::kLanes <= 4;
+    static constexpr int kFactors = kByPattern ? 1 << (L::kLanes - 1) : 1;
+    float factors[kFactors];                    // p: negated in the lanes that are the set bits of 2 p
+    uint32_t signs[kByPattern ? 1 : L::kChunks]; // RowTables::signs of the lane's chunks
+
+    __device__ __forceinline__ TimesDiagonal(float factor, const RowTables& tables, int lane) {
+        const int q = lane % L::kLanes;
+        factors[0] = factor;
 #pragma unroll
-            for (int w = 0; w < L::kSignWords; w++) words[w] = tables.signs[lane % L::kLanes * L::kSignWords + w];
+        for (int p = 1; p < kFactors; p++) factors[p] = __uint_as_float(__float_as_uint(factor) ^ tables.negations[q][p]);
+        if constexpr (!kByPattern) {
+#pragma unroll
+            for (int s = 0; s < L::kChunks; s++) signs[s] = tables.signs[L::kLanes * s + q];
         }
     }
-    __device__ __forceinline__ float flip(float x, int i) const {
-        if constexpr (kKnown) return Signs<WIDTH>::word(i / 32) >> i % 32 & 1u ? -x : x;
-        return __uint_as_float(__float_as_uint(x) ^ (words[i / 32] << (31 - i % 32) & 0x80000000u));
+    // Value i of the lane times its factor, rounded once.
+    __device__ __forceinline__ float operator()(float x, int i) const {
+        if constexpr (kByPattern) {
+            const uint32_t lanes = negated_lanes<WIDTH>(i);
+            const bool first = (lanes & 1u) != 0;
+            return __fmul_rn(first ? -x : x, factors[(first ? ~lanes : lanes) >> 1 & (kFactors - 1)]);
+        } else {
+            const uint32_t negated = signs[i / kChunk] << (31 - 4 * (i % kChunk)) & 0x80000000u;
+            return __fmul_rn(x, __uint_as_float(__float_as_uint(factors[0]) ^ negated));
+        }
     }
 };
 
-struct Quantiser {
-    float slope;            // uniform cells, of 2 kLevels - 2, a unit
-    float last;             // 2 kLevels - 2
-    float half_step;        // step / 2
+struct Quantiser : GridConstants {
     float negated_boundary; // of this lane
-    uint32_t odd_low, odd_high;
-    int sign_bit; // bits - 1
 
-    template <int WIDTH> static __device__ __forceinline__ Quantiser of(int bits, const RowTables& tables, int lane) {
-        Quantiser q;
-        if (bits == 4) q.set<WIDTH, 4>();
-        else if (bits == 3) q.set<WIDTH, 3>();
-        else q.set<WIDTH, 2>();
-        q.negated_boundary = tables.negated_boundary[bits - 2][lane];
-        q.sign_bit = bits - 1;
-        return q;
-    }
+    // Read where it is used: its registers are wanted elsewhere.
+    __device__ __forceinline__ Quantiser(int bits, const RowTables& tables, int lane)
+        : GridConstants(tables.grids[bits - 2]), negated_boundary(tables.negated_boundary[bits - 2][lane]) {}
 
     // The nibble word of 8 rotated unit coordinates: code j at bits 4 j.
     __device__ __forceinline__ uint32_t codes(const float (&y)[kChunk]) const {
@@ -229,17 +262,6 @@ struct Quantiser {
         const uint32_t first4 = permute(odd_low, odd_high, index);
         const uint32_t last4 = permute(odd_low, odd_high, index >> 16);
         return __dp4a(first4, first4, __dp4a(last4, last4, 0u));
-    }
-
-  private:
-    template <int WIDTH, int BITS> __device__ __forceinline__ void set() {
-        using C = Candidates<WIDTH, BITS>;
-        static_assert(candidates_fit<WIDTH, BITS>(), "a coordinate may be in neither of its two candidate cells");
-        last = static_cast<float>(2 * C::kLevels - 2);
-        slope = C::kSlope / static_cast<float>(2 * C::kLevels - 2);
-        half_step = 0.5f * Grid<WIDTH, BITS>::step();
-        odd_low = C::odd(0);
-        odd_high = C::odd(4);
     }
 };
 

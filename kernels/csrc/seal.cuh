@@ -18,6 +18,7 @@ template <int WIDTH, typename T> struct WarpRows {
     static constexpr int kRowBytes = WIDTH * static_cast<int>(sizeof(T));
     static constexpr int kPitch = kRowBytes + 16 * L::kLanes; // lanes 16 bytes apart lie in different banks
     static constexpr int kPieces = kRowBytes / 16;            // pieces of a row; copies go piece by piece, rows in a line
+    static constexpr int kCopiesOfRow = kPieces > 32 ? kPieces / 32 : 1;
     static constexpr int kCopies = L::kRows * kPieces / 32;   // of each lane, for a pass
     alignas(16) uint8_t rows[L::kRows * kPitch];
     alignas(16) StagedCodes<WIDTH> staged;
@@ -48,6 +49,42 @@ __device__ __forceinline__ uint8_t* address_of_lane(const uint8_t* address, int 
     return reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(
         __shfl_sync(0xffffffffu, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(address)), source)));
 }
+
+// Rows outside the page that a warp reads or writes together, lane by lane of a row their address; nullptr: no such row.
+// Mostly they lie evenly spaced, and then no lane needs to ask another for an address.
+template <int WIDTH, typename T> struct RowsOutside {
+    using S = WarpRows<WIDTH, T>;
+    uint8_t* of_lane; // of the lane's row; if evenly spaced, of its first copy
+    int32_t step;     // bytes from row to row
+    bool even;
+
+    __device__ __forceinline__ RowsOutside(uint8_t* row, int lane) : of_lane(row) {
+        uint8_t* first = address_of_lane(row, 0);
+        const int64_t bytes = address_of_lane(row, S::L::kLanes) - first;
+        step = static_cast<int32_t>(bytes);
+        even = __all_sync(0xffffffffu, row != nullptr && step == bytes &&
+                                           row == first + static_cast<int64_t>(step) * (lane / S::L::kLanes)) != 0;
+        if (even) of_lane = first + static_cast<int64_t>(step) * S::row_of_copy(0, lane) + S::byte_of_copy(0, lane);
+    }
+    // Of the lane's copy i. The same branch in all lanes.
+    template <typename Copy> __device__ __forceinline__ void each(int lane, Copy copy) const {
+        if (__builtin_expect(even, 1)) {
+            uint8_t* at = of_lane;
+            const int64_t step_of_copy = static_cast<int64_t>(step) * S::row_of_copy(S::kCopiesOfRow, 0);
+#pragma unroll
+            for (int i = 0; i < S::kCopies; i++) {
+                copy(i, at + S::byte_of_copy(i, 0));
+                if ((i + 1) % S::kCopiesOfRow == 0) at += step_of_copy;
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < S::kCopies; i++) {
+                uint8_t* row = address_of_lane(of_lane, S::row_of_copy(i, lane) * S::L::kLanes);
+                if (row != nullptr) copy(i, row + S::byte_of_copy(i, lane));
+            }
+        }
+    }
+};
 
 template <int WIDTH, typename T> struct SharedRows {
     RowTables tables;
@@ -86,28 +123,38 @@ template <int WIDTH, typename T> struct RawRow {
             largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
         return largest;
     }
-    __device__ __forceinline__ void scale_to_floats(float factor, float (&z)[L::kValues]) const {
+    __device__ __forceinline__ void to_floats(const TimesDiagonal<WIDTH>& scaled, float (&z)[L::kValues]) const {
         if constexpr (sizeof(T) == 4) {
 #pragma unroll
-            for (int i = 0; i < kWords; i++) z[i] = __fmul_rn(__uint_as_float(words[i]), factor);
+            for (int i = 0; i < kWords; i++) z[i] = scaled(__uint_as_float(words[i]), i);
         } else {
 #pragma unroll
             for (int i = 0; i < kWords; i++) {
                 float low, high;
                 halves_to_floats<T>(words[i], low, high);
-                z[2 * i] = __fmul_rn(low, factor);
-                z[2 * i + 1] = __fmul_rn(high, factor);
+                z[2 * i] = scaled(low, 2 * i);
+                z[2 * i + 1] = scaled(high, 2 * i + 1);
             }
         }
     }
 };
 
+// The warps of a CTA work on units of their own, but begin each of them together: a unit is more code than the instruction
+// caches hold, so warps that are not far apart in it fetch it once for all. Within a unit they may meet twice more.
+#ifndef TAILPACK_ROW_MEETINGS
+#define TAILPACK_ROW_MEETINGS 1
+#endif
+template <int N> __device__ __forceinline__ void meet() {
+    if constexpr (N < TAILPACK_ROW_MEETINGS) __syncthreads();
+    else __syncwarp();
+}
+
 // Codes of the lane's row into `nibble_words` (all kWords of the row), its scale into `*scale`. False: the row holds NaN or
 // an infinity, or its norm is above kMaxNorm; then its codes are 0 and its scale NaN. Rows are written where `writes` is set;
 // every lane takes part.
 template <int WIDTH, typename T>
-__device__ __forceinline__ bool encode_row(const RawRow<WIDTH, T>& raw, const Quantiser& quantiser,
-                                           const Diagonal<WIDTH>& diagonal, uint32_t* nibble_words, float* scale, bool writes,
+__device__ __forceinline__ bool encode_row(const RawRow<WIDTH, T>& raw, int bits,
+                                           const RowTables& tables, uint32_t* nibble_words, float* scale, bool writes,
                                            int lane) {
     using L = RowLanes<WIDTH>;
     const uint32_t largest = raw.largest_magnitude();
@@ -115,23 +162,24 @@ __device__ __forceinline__ bool encode_row(const RawRow<WIDTH, T>& raw, const Qu
     const float down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
     const float up = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
     float z[L::kValues];
-    raw.scale_to_floats(down, z);
+    raw.to_floats(TimesDiagonal<WIDTH>(down, tables, lane), z);
     const float short_norm = sqrtf(sum_of_squares<WIDTH>(z));
     const float norm = short_norm * up, share = norm / kMaxNorm;
     const bool bad = largest >= kInfinityBits || __fmul_rn(share, share) > 1.0f;
     const bool stores_codes = !bad && !(norm < kZeroNorm);
 
-#pragma unroll
-    for (int i = 0; i < L::kValues; i++) z[i] = diagonal.flip(z[i], i);
+    meet<1>();
     hadamard<WIDTH>(z, lane);
-    const float factor = 1.0f / __fmul_rn(short_norm, sqrtf(static_cast<float>(WIDTH)));
+    meet<2>(); // the compiler, too, looks nothing up before this that is needed only after it
+    const TimesDiagonal<WIDTH> to_unit(1.0f / __fmul_rn(short_norm, sqrtf(static_cast<float>(WIDTH))), tables, lane);
+    const Quantiser quantiser(bits, tables, lane);
     const uint32_t kept = stores_codes ? 0xffffffffu : 0u;
     uint32_t square = 0, words[4];
 #pragma unroll
     for (int s = 0; s < L::kChunks; s++) {
         float y[kChunk];
 #pragma unroll
-        for (int j = 0; j < kChunk; j++) y[j] = diagonal.flip(__fmul_rn(z[kChunk * s + j], factor), kChunk * s + j);
+        for (int j = 0; j < kChunk; j++) y[j] = to_unit(z[kChunk * s + j], kChunk * s + j);
         const uint32_t word = quantiser.codes(y);
         square += quantiser.square(word);
         words[s % 4] = word & kept;
@@ -161,20 +209,14 @@ __device__ __forceinline__ void start_rows(const UnitTables& of, int pass, WarpR
     using S = WarpRows<WIDTH, T>;
     const int row = min(of.unit.first_row + row_of_pass<WIDTH>(pass, lane), static_cast<int>(of.region.rows) - 1);
     const uint32_t to = shared_address(shared.rows);
-    const uint8_t* of_lane = row_address(of.page, of.region, of.unit.head, row);
-#pragma unroll
-    for (int i = 0; i < S::kCopies; i++) {
-        const uint8_t* from = address_of_lane(of_lane, S::row_of_copy(i, lane) * S::L::kLanes);
-        const uint32_t at = S::row_of_copy(i, lane) * S::kPitch + S::byte_of_copy(i, lane);
-        lane_copy_16(to + at, from + S::byte_of_copy(i, lane));
-    }
+    const RowsOutside<WIDTH, T> rows(row_address(of.page, of.region, of.unit.head, row), lane);
+    rows.each(lane, [&](int i, const uint8_t* from) {
+        lane_copy_16(to + S::row_of_copy(i, lane) * S::kPitch + S::byte_of_copy(i, lane), from);
+    });
 }
 
 // Rows below `begin` stay as they are in the page. checksums [num_pages], zeroed by the caller: each page's sum is added.
 // first_bad_row: lowered to entry << 32 | region << 20 | head << 8 | row of the first row, in that order, that does not pack.
-//
-// The warps of a CTA work on units of their own, but begin each of them together: a unit is more code than the instruction
-// caches hold, so warps that are not far apart in it fetch it once for all.
 template <int WIDTH, typename T>
 __device__ __forceinline__ void seal_pages(const PageTables& tables, uint64_t* checksums, long long* first_bad_row,
                                            SharedRows<WIDTH, T>& shared) {
@@ -206,17 +248,20 @@ __device__ __forceinline__ void seal_pages(const PageTables& tables, uint64_t* c
 
     int current = 0;
     for (int64_t slot = first; slot < num_slots; slot += step) { // as often in all warps
-        __syncthreads();
+        meet<0>();
         const UnitTables& of = own.units[current];
         current = current == 2 ? 0 : current + 1;
         const UnitTables& next = own.units[current];
         UnitTables& after_next = own.units[current == 2 ? 0 : current + 1];
         const bool in_use = of.in_use();
-        const UnitPlace place(of.region, of.unit);
-        const int kept = first_row_from(of.page.begin, of.region, place);
-        PageWriter writer{tables.arena + of.page.page * tables.page_bytes};
-        if (in_use && kept > 0) load_codes<WIDTH>(writer.page, of.region, place, own.staged, lane);
-        const Quantiser quantiser = Quantiser::of<WIDTH>(place.bits, shared.tables, lane);
+        int kept, rows;
+        {
+            const UnitPlace place(of.region, of.unit);
+            rows = place.rows;
+            kept = first_row_from(of.page.begin, of.region, place);
+            if (__builtin_expect(in_use && kept > 0, 0))
+                load_codes<WIDTH>(tables.arena + of.page.page * tables.page_bytes, of.region, place, own.staged, lane);
+        }
 #pragma unroll 1
         for (int pass = 0; pass < L::kPasses; pass++) {
             const bool last = pass + 1 == L::kPasses;
@@ -234,18 +279,21 @@ __device__ __forceinline__ void seal_pages(const PageTables& tables, uint64_t* c
                 lane_copies_arrive(arrived);
             }
             if (in_use) {
-                const int row = row_of_pass<WIDTH>(pass, lane);
-                const bool writes = row >= kept && row < place.rows;
-                const Diagonal<WIDTH> diagonal(shared.tables, lane);
-                const bool good = encode_row(raw, quantiser, diagonal, own.staged.words[row], &own.staged.scales[row], writes, lane);
+                const int row = row_of_pass<WIDTH>(pass, lane), bits = static_cast<int>(of.region.bits);
+                const bool writes = row >= kept && row < rows;
+                const bool good = encode_row(raw, bits, shared.tables, own.staged.words[row], &own.staged.scales[row], writes, lane);
                 if (writes && !good)
                     atomicMin(first_bad_row, static_cast<long long>(of.entry << 32 | static_cast<int64_t>(of.unit.region) << 20 |
-                                                                    of.unit.head << 8 | (place.first_row + row)));
+                                                                    of.unit.head << 8 | (of.unit.first_row + row)));
+            } else {
+                meet<1>();
+                meet<2>();
             }
         }
         if (!in_use) continue;
         __syncwarp();
-        store_codes<WIDTH>(writer, of.region, place, own.staged, lane);
+        PageWriter writer{tables.arena + of.page.page * tables.page_bytes};
+        store_codes<WIDTH>(writer, of.region, UnitPlace(of.region, of.unit), own.staged, lane);
         __syncwarp(); // the staged codes are read, and may be written again
         writer.add_to(checksums + of.entry);
     }

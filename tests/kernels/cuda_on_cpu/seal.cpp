@@ -29,9 +29,9 @@ extern "C" void quantise(int64_t bits, const float* coordinates, uint32_t* words
         RowTables& tables = *reinterpret_cast<RowTables*>(shared);
         const int lane = static_cast<int>(threadIdx.x);
         tables.fill<TAILPACK_WIDTH>(lane, 32);
-        __syncwarp();
+        __syncthreads();
         float y[kChunk];
         for (int j = 0; j < kChunk; j++) y[j] = coordinates[kChunk * lane + j];
-        words[lane] = Quantiser::of<TAILPACK_WIDTH>(static_cast<int>(bits), tables, lane).codes(y);
+        words[lane] = Quantiser(static_cast<int>(bits), tables, lane).codes(y);
     });
 }
