@@ -139,14 +139,14 @@ def region_table(regions: Sequence[RegionRows]) -> Tensor:
     return torch.tensor([_region_fields(region) for region in regions], dtype=torch.int64)
 
 
-def page_table(group: PageGroup, pages: Sequence[PageRows]) -> Tensor:
+def page_table(group: PageGroup, pages: Sequence[PageRows], *, seal: bool = False) -> Tensor:
     """i64 [pages, 8] on the CPU, checked against the group; the caller copies it to the device.
 
-    Raises ArgumentError naming the page that does not fit.
+    seal: it is for `seal_pages`, which packs whole pages. Raises ArgumentError naming the page that does not fit.
     """
     for page in pages:
         if page.page >= 0:
-            _check_page(group, page)
+            _check_page(group, page, seal)
     return torch.tensor([(*page, 0) for page in pages], dtype=torch.int64).view(-1, _PAGE_FIELDS)
 
 
@@ -154,7 +154,7 @@ def seal_pages(group: PageGroup, pages: Tensor, checksums: Tensor, first_bad_row
     """Pack the rows of tokens [begin, 128) of `pages` i64 [n, 8] (a `page_table`) into their pages, all regions.
 
     Rows below `begin` stay as they are in the page: a page that a cut divided is copied whole and then completed. Every
-    other byte of a page is written, padding as zeros. `end` means nothing here.
+    other byte of a page is written, padding as zeros.
     checksums: i64 [n], zero before the call; afterwards the pages' checksums (mod 2^64).
     first_bad_row: i64 [1], lowered to the first row that is not finite or longer than 1e37 (`bad_row` reads it); such a
     row stores codes 0 and scale NaN.
@@ -275,8 +275,10 @@ def _check_alignment(name: str, rows: Tensor, byte_strides: Sequence[int]) -> No
         )
 
 
-def _check_page(group: PageGroup, page: PageRows) -> None:
+def _check_page(group: PageGroup, page: PageRows, seal: bool) -> None:
     problems = []
+    if seal and page.end != PAGE_TOKENS:
+        problems.append(f"end {PAGE_TOKENS}, for pages are sealed whole")
     if page.page >= len(group.arena):
         problems.append(f"page below {len(group.arena)}")
     if not 0 <= page.begin <= page.end <= PAGE_TOKENS or not 0 <= page.ring_tokens <= PAGE_TOKENS:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from kernels import loader
+from kernels.page_cells import APPEND_CELL
 from kernels.pages_cuda import (
     NO_BAD_ROW,
     PageGroup,
@@ -49,10 +50,10 @@ class GpuPages:
                 self._views[group.name] = views
                 self._groups[group.name] = page_group(kv.page_bytes(group.name), _sources(group, views))
 
-    def load(self) -> None:
-        """Loads the kernels, compiling what no archive has: seconds, before the worker reports ready."""
-        for group in self._groups.values():
-            loader.load(group.cell, group.arena.device.index or 0)
+    def load(self, device: torch.device) -> None:
+        """Loads the kernels onto the memory's device, compiling what no archive has: seconds, before the worker reports ready."""
+        for cell in (APPEND_CELL, *(group.cell for group in self._groups.values())):
+            loader.load(cell, device.index or 0)
 
     def seal(self, group: str, pages: Sequence[PageRows], workspace: Workspace) -> list[int]:
         """Packs the pages' rows out of tails and workspace; returns the pages' checksums.
@@ -70,7 +71,7 @@ class GpuPages:
         results = torch.zeros(len(pages) + 1, dtype=torch.int64)
         results[-1] = NO_BAD_ROW
         results = results.to(device)
-        seal_pages(due, _table(due, pages), results[:-1], results[-1:])
+        seal_pages(due, _table(due, pages, seal=True), results[:-1], results[-1:])
         *checksums, first_bad_row = results.tolist()
         raise_bad_row(first_bad_row, pages)
         return [checksum & _WORDS for checksum in checksums]
@@ -81,10 +82,10 @@ class GpuPages:
         restore_pages(due, _table(due, pages))
 
 
-def _table(group: PageGroup, pages: Sequence[PageRows]) -> torch.Tensor:
+def _table(group: PageGroup, pages: Sequence[PageRows], *, seal: bool = False) -> torch.Tensor:
     if any(page.page < 0 for page in pages):  # which the kernels would skip without a word
         raise InternalError("rows of a page that is not held", given=[page.page for page in pages], allowed="0 or more")
-    return page_table(group, pages).to(group.arena.device)
+    return page_table(group, pages, seal=seal).to(group.arena.device)
 
 
 def _sources(group: LayerGroup, views: Sequence[RegionView]) -> list[RegionRows]:

@@ -216,7 +216,7 @@ def seal(
     """Checksums and the first bad row."""
     group = case.group
     checksums, flag = torch.zeros(len(pages), dtype=torch.int64), torch.tensor([NO_BAD_ROW])
-    table = page_table(group, pages)
+    table = page_table(group, pages, seal=True)
     sizes = (len(table), len(group.units))
     tables = (table, group.regions, group.units, *sizes, group.arena, group.arena.stride(0))
     emulator.call("seal", ctas, *warps_of(group), *tables, checksums, flag, seed=seed)
