@@ -51,7 +51,7 @@ class GpuPages:
                 self._groups[group.name] = page_group(kv.page_bytes(group.name), _sources(group, views))
 
     def load(self, device: torch.device) -> None:
-        """Loads the kernels onto the memory's device, compiling what no archive has: seconds, before the worker is ready."""
+        """Loads the kernels onto the memory's device, compiling what no archive has: seconds, so before ready."""
         for cell in (APPEND_CELL, *(group.cell for group in self._groups.values())):
             loader.load(cell, device.index or 0)
 
