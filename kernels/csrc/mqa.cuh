@@ -27,8 +27,9 @@
 //   queries_full        the bulk copy of the block's queries;   queries_empty: both sides have an item's last scores
 //   sums                side 1: its sums of p, at an item's end. Side 0 waits for it.
 //   work_full, work_empty[slot]   the next work item, found by the first warp of half 0's producers
-// Every lane of a warp arrives behind its own accesses; what the tensor cores read has ended by wgmma_wait. Weights and references need no "empty": side 0's are read before side 1 frees (0, 1), and
-// side 1's before side 0 frees (1, 0), without which the next tile does not come.
+// Every lane of a warp arrives behind its own accesses; what the tensor cores read has ended by wgmma_wait. Weights and
+// references need no "empty": side 0's are read before side 1 frees (0, 1), and side 1's before side 0 frees (1, 0), without
+// which the next tile does not come.
 #pragma once
 
 #include "mqa_producer.cuh"
@@ -39,10 +40,10 @@ namespace tailpack {
 constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
 static_assert(256 * (kConsumerRegisters + kProducerRegisters) == 65536);
 
-// Whether side 1 adds tile 0 before it computes the scores of tile 1. That frees tile 0 early, for tile 1 comes later than
-// tile 0's weights; with producers that are far ahead the other order would be the better one.
+// Whether side 1 adds tile 0 before it computes the scores of tile 1. That frees tile 0 earlier where producers are slow; with
+// producers that are ahead, its scores are done while side 0 works out weights, and its weights while tile 0 is added.
 #if !defined(TAILPACK_MQA_ADD_FIRST)
-#define TAILPACK_MQA_ADD_FIRST 1
+#define TAILPACK_MQA_ADD_FIRST 0
 #endif
 constexpr bool kAddFirst = TAILPACK_MQA_ADD_FIRST;
 

@@ -82,9 +82,11 @@ __device__ __forceinline__ void store_decoded(const uint4 (&codes)[4], const uin
 }
 
 // Rows of pages, this warpgroup's half of them. Codes are loaded a tile ahead of the decoding, behind publish_half: its
-// fence would wait for them. A lane keeps the id of one page, so that no other load's latency is in the loop.
+// fence would wait for them. A lane keeps the id of one page, so that no other load's latency is in the loop. `near_end` is
+// called once, a page before the last.
+template <typename NearEnd>
 __device__ __forceinline__ void produce_packed(const DecodeArgs& args, const MqaWork& work, uint32_t shared, int half,
-                                               uint32_t& round, MqaTimes& times) {
+                                               uint32_t& round, MqaTimes& times, NearEnd near_end) {
     static_assert(kLongPages <= 32);
     constexpr int kRowBytes = kMqaWidth / 2, kTileBytes = kTileRows * kRowBytes;
     constexpr float kHalfStep = 0.5f * Grid<kMqaWidth, 4>::step();
@@ -117,6 +119,7 @@ __device__ __forceinline__ void produce_packed(const DecodeArgs& args, const Mqa
     prefetch(page_at(1));
 #pragma unroll 1
     for (int left = last; left >= 0; left--, round++) {
+        if (left == min(last, 1)) near_end();
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
             times.time<kMqaTileWait>([&] { mbarrier_wait(empty_barrier(shared, tile, half), (round & 1) ^ 1); });
@@ -176,29 +179,32 @@ __device__ __forceinline__ void produce(const DecodeArgs& args, uint32_t shared,
         if (threadIdx.x % 32 == 0) taken = ctas + atomicAdd(&args.counters->next_packed, 1);
         return taken;
     };
-    int number = static_cast<int>(blockIdx.x);
+    // Late, so that no CTA holds work back from an idle one. Rows do not depend on what prepare writes, so that the first
+    // ones are decoded before it is waited for.
+    int number = 0;
+    const auto take = [&] {
+        if (!finds_work) return;
+        wait_for_dependencies();
+        number = take_number();
+    };
     uint32_t round = 0;
     MqaTimes times;
     for (uint32_t n = 0;; n++) {
-        int next = 0;
         if (finds_work) {
-            MqaWork work = n == 0 ? first_work(args, number) : find_work(args, number);
+            MqaWork work = n == 0 ? first_work(args, static_cast<int>(blockIdx.x))
+                                  : find_work(args, __shfl_sync(kAllLanes, number, 0));
             while (work.kind >= 0 && work.rows == 0) work = find_work(args, __shfl_sync(kAllLanes, take_number(), 0));
             hand_out_work(shared, n, work);
-            if (n > 0 && work.kind >= 0) next = take_number(); // early: the answer is long on its way
         }
         const MqaWork work = read_work(shared, n);
         release_work(shared, n);
         if (work.kind < 0) break;
         if (finds_work && n > 0) fetch_queries(args, shared, n, work);
-        if (work.kind == kPackedPages) produce_packed(args, work, shared, half, round, times);
-        else produce_rows(args, work, shared, half, round);
-        if (finds_work) {
-            if (n == 0) { // only now, for rows do not depend on what prepare writes
-                wait_for_dependencies();
-                next = take_number();
-            }
-            number = __shfl_sync(kAllLanes, next, 0);
+        if (work.kind == kPackedPages) {
+            produce_packed(args, work, shared, half, round, times, take);
+        } else {
+            take();
+            produce_rows(args, work, shared, half, round);
         }
     }
     if constexpr (TAILPACK_PROFILE)
