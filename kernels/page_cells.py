@@ -28,9 +28,9 @@ _MAX_CTA_WARPS = (
 
 
 class PageGrid(NamedTuple):
-    """CTAs that an SM holds at a time, warps and dynamic shared memory of each."""
+    """CTAs of a launch, warps and dynamic shared memory of each."""
 
-    ctas_per_sm: int
+    ctas: int
     warps: int
     shared_bytes: int
 
@@ -64,17 +64,23 @@ def fp8_cell(row_type: str) -> Cell:
     return Cell("seal_fp8.cu", 0, "fp8", row_type, (seal, restore), tuple(defines.items()))
 
 
-def page_grid(cell: Cell, sm_shared_bytes: int) -> PageGrid:
-    """The grid that keeps most warps of an SM at work; a CTA may have all of its shared memory but 1 KB."""
+def page_grid(cell: Cell, num_units: int, sms: int, sm_shared_bytes: int) -> PageGrid:
+    """The grid that keeps most warps at work, each on units of its own, on SMs of that much shared memory.
+
+    A CTA may have all of an SM's but 1 KB. Few units are spread over all SMs.
+    """
     if cell.source != "seal.cu":
-        return PageGrid(_FP8_CTAS_PER_SM, _FP8_WARPS, 0)
+        return PageGrid(min(-(-num_units // _FP8_WARPS), sms * _FP8_CTAS_PER_SM), _FP8_WARPS, 0)
     of_sm = _TILINGS[cell.width].warps
-    grids = []
-    for warps in range(min(of_sm, _MAX_CTA_WARPS), 0, -1):
-        size = shared_bytes(cell, warps)
-        ctas = min(of_sm // warps, sm_shared_bytes // (size + _STATIC_SHARED_BYTES))
-        grids.append(PageGrid(ctas, warps, size))
-    return max(grids, key=lambda grid: grid.ctas_per_sm * grid.warps)  # of equals the first, which has the largest CTAs
+
+    def ctas_per_sm(warps: int) -> int:
+        return min(of_sm // warps, sm_shared_bytes // (shared_bytes(cell, warps) + _STATIC_SHARED_BYTES))
+
+    # the first of several that are as good, which has the largest CTAs
+    warps = max(range(min(of_sm, _MAX_CTA_WARPS), 0, -1), key=lambda warps: warps * ctas_per_sm(warps))
+    most_ctas = sms * ctas_per_sm(warps)
+    warps = min(warps, -(-num_units // most_ctas))
+    return PageGrid(min(-(-num_units // warps), most_ctas), warps, shared_bytes(cell, warps))
 
 
 def shared_bytes(cell: Cell, warps: int) -> int:

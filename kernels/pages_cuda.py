@@ -326,14 +326,14 @@ def _launch(group: PageGroup, kernel: int, pages: Tensor, results: tuple[Tensor,
     if len(pages) == 0:
         return
     sm = torch.cuda.get_device_properties(device)
-    grid = page_grid(group.cell, sm.shared_memory_per_multiprocessor)
-    ctas = min(-(-len(pages) * len(group.units) // grid.warps), sm.multi_processor_count * grid.ctas_per_sm)
+    num_units = len(pages) * len(group.units)
+    grid = page_grid(group.cell, num_units, sm.multi_processor_count, sm.shared_memory_per_multiprocessor)
     tables = (pages, group.regions, group.units, len(pages), len(group.units), group.arena, group.arena.stride(0))
     launch(
         group.cell,
         group.cell.kernels[kernel],
         device,
-        ctas=ctas,
+        ctas=grid.ctas,
         threads=32 * grid.warps,
         arguments=(*tables, *results),
         shared_bytes=grid.shared_bytes,

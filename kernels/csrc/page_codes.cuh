@@ -289,7 +289,8 @@ __device__ __forceinline__ void load_rows(const uint8_t* page, const UnitPlace& 
             uint4 four[kFours];
 #pragma unroll
             for (int i = 0; i < kFours; i++)
-                if (first + 128 * i < place.rows * kWords) four[i] = *reinterpret_cast<const uint4*>(codes + 4 * (first + 128 * i));
+                if (first + 128 * i < place.rows * kWords)
+                    four[i] = *reinterpret_cast<const uint4*>(codes + 4 * (first + 128 * i));
 #pragma unroll
             for (int i = 0; i < kFours; i++) {
                 const int word = first + 128 * i;
@@ -301,7 +302,8 @@ __device__ __forceinline__ void load_rows(const uint8_t* page, const UnitPlace& 
                     const uint32_t w[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
 #pragma unroll
                     for (int j = 0; j < 2; j++)
-                        to[j] = make_uint4(spread2(w[2 * j]), spread2(w[2 * j] >> 16), spread2(w[2 * j + 1]), spread2(w[2 * j + 1] >> 16));
+                        to[j] = make_uint4(spread2(w[2 * j]), spread2(w[2 * j] >> 16), spread2(w[2 * j + 1]),
+                                           spread2(w[2 * j + 1] >> 16));
                 }
             }
         }

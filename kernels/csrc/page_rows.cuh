@@ -106,9 +106,9 @@ struct UnitLookup {
         constexpr int kRegion = sizeof(PageRegion) / 16, kPage = sizeof(PageRows) / 16;
         const int64_t entry = min(cursor.entry, tables.num_pages - 1);
         if (lane <= kRegion + kPage) {
-            const void* from = lane < kRegion           ? reinterpret_cast<const uint4*>(tables.regions + region) + lane
-                               : lane < kRegion + kPage ? reinterpret_cast<const uint4*>(tables.pages + entry) + (lane - kRegion)
-                                                        : reinterpret_cast<const uint4*>(tables.units) + cursor.at;
+            const uint4* from = reinterpret_cast<const uint4*>(tables.units) + cursor.at;
+            if (lane < kRegion) from = reinterpret_cast<const uint4*>(tables.regions + region) + lane;
+            else if (lane < kRegion + kPage) from = reinterpret_cast<const uint4*>(tables.pages + entry) + (lane - kRegion);
             lane_copy_16(shared_address(&to) + 16 * lane, from);
         }
         if (lane == 0) to.entry = cursor.done(tables) ? -1 : entry;

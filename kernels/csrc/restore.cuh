@@ -78,7 +78,8 @@ __device__ __forceinline__ void restore_pages(const PageTables& tables, SharedRo
 #pragma unroll 1
         for (int pass = 0; pass < L::kPasses; pass++) {
             const int row = row_of_pass<WIDTH>(pass, lane);
-            decode_row<WIDTH, T>(own.staged.words[row], own.staged.scales[row], value_of_lane, place.bits - 1, shared.tables, own, lane);
+            decode_row<WIDTH, T>(own.staged.words[row], own.staged.scales[row], value_of_lane, place.bits - 1, shared.tables,
+                                 own, lane);
             __syncwarp();
             uint8_t* to = nullptr;
             if (row >= begin && row < end) to = row_address(page, region, unit.head, place.first_row + row);

@@ -153,9 +153,8 @@ template <int N> __device__ __forceinline__ void meet() {
 // an infinity, or its norm is above kMaxNorm; then its codes are 0 and its scale NaN. Rows are written where `writes` is set;
 // every lane takes part.
 template <int WIDTH, typename T>
-__device__ __forceinline__ bool encode_row(const RawRow<WIDTH, T>& raw, int bits,
-                                           const RowTables& tables, uint32_t* nibble_words, float* scale, bool writes,
-                                           int lane) {
+__device__ __forceinline__ bool encode_row(const RawRow<WIDTH, T>& raw, int bits, const RowTables& tables,
+                                           uint32_t* nibble_words, float* scale, bool writes, int lane) {
     using L = RowLanes<WIDTH>;
     const uint32_t largest = raw.largest_magnitude();
     const int exponent = min(max(static_cast<int>(largest >> 23) - 126, -100), 124);
@@ -281,10 +280,12 @@ __device__ __forceinline__ void seal_pages(const PageTables& tables, uint64_t* c
             if (in_use) {
                 const int row = row_of_pass<WIDTH>(pass, lane), bits = static_cast<int>(of.region.bits);
                 const bool writes = row >= kept && row < rows;
-                const bool good = encode_row(raw, bits, shared.tables, own.staged.words[row], &own.staged.scales[row], writes, lane);
-                if (writes && !good)
-                    atomicMin(first_bad_row, static_cast<long long>(of.entry << 32 | static_cast<int64_t>(of.unit.region) << 20 |
-                                                                    of.unit.head << 8 | (of.unit.first_row + row)));
+                const bool good = encode_row(raw, bits, shared.tables, own.staged.words[row], &own.staged.scales[row],
+                                             writes, lane);
+                if (writes && !good) {
+                    const int64_t of_page = static_cast<int64_t>(of.unit.region) << 20 | of.unit.head << 8 | (of.unit.first_row + row);
+                    atomicMin(first_bad_row, static_cast<long long>(of.entry << 32 | of_page));
+                }
             } else {
                 meet<1>();
                 meet<2>();

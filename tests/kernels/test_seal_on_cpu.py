@@ -443,13 +443,20 @@ def test_e4m3_of_every_value_near_a_code(emulator_of: EmulatorOf) -> None:
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("width", COMPILED_WIDTHS)
 def test_as_many_warps_work_as_shared_memory_holds(width: int, name: str, kilobytes: int) -> None:
-    cell = seal_cell(width, name)
-    grid = page_grid(cell, 1024 * kilobytes)
-    assert grid.shared_bytes == shared_bytes(cell, grid.warps)
-    assert grid.ctas_per_sm * (grid.shared_bytes + 1024) <= 1024 * kilobytes
-    at_work, limit = grid.ctas_per_sm * grid.warps, int(dict(cell.defines)["TAILPACK_ROW_WARPS"])
+    cell, sms, bytes_of_sm = seal_cell(width, name), 3, 1024 * kilobytes
+    limit = int(dict(cell.defines)["TAILPACK_ROW_WARPS"])
+    grid = page_grid(cell, 10**6, sms, bytes_of_sm)
+    per_sm, rest = divmod(grid.ctas, sms)
+    assert rest == 0
+    assert per_sm * (grid.shared_bytes + 1024) <= bytes_of_sm
+    at_work = per_sm * grid.warps
     assert at_work <= limit
-    assert at_work == limit or shared_bytes(cell, at_work + 1) + 1024 > 1024 * kilobytes
+    assert at_work == limit or shared_bytes(cell, at_work + 1) + 1024 > bytes_of_sm
+    for num_units in (1, 2, sms, sms + 1, sms * at_work, sms * at_work + 1):
+        grid = page_grid(cell, num_units, sms, bytes_of_sm)
+        assert grid.shared_bytes == shared_bytes(cell, grid.warps)
+        assert grid.ctas * grid.warps >= min(num_units, sms * at_work)
+        assert grid.ctas == min(num_units, sms * per_sm) or grid.warps > 1
 
 
 @pytest.mark.parametrize("name", DTYPES)
