@@ -39,7 +39,22 @@ class Measurement:
     record: str
 
 
-MEASURED: tuple[Measurement, ...] = ()
+_H200 = "h200-kernels-2026-11-30.jsonl"
+MEASURED: tuple[Measurement, ...] = (
+    Measurement("sm_90a", 64, "tq3", _H200),
+    Measurement("sm_90a", 64, "tq3v2", _H200),
+    Measurement("sm_90a", 64, "tq4", _H200),
+    Measurement("sm_90a", 64, "tq4v3", _H200),
+    Measurement("sm_90a", 128, "tq3", _H200),
+    Measurement("sm_90a", 128, "tq3v2", _H200),
+    Measurement("sm_90a", 128, "tq4", _H200),
+    Measurement("sm_90a", 128, "tq4v3", _H200),
+    Measurement("sm_90a", 256, "tq3", _H200),
+    Measurement("sm_90a", 256, "tq3v2", _H200),
+    Measurement("sm_90a", 256, "tq4", _H200),
+    Measurement("sm_90a", 256, "tq4v3", _H200),
+    Measurement("sm_90a", 512, "tq4", _H200),
+)
 
 
 def preset(name: str) -> Preset:

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 
 from kernels import loader
-from kernels.page_cells import APPEND_CELL
 from kernels.pages_cuda import (
     NO_BAD_ROW,
     PageGroup,
@@ -50,10 +49,10 @@ class GpuPages:
                 self._views[group.name] = views
                 self._groups[group.name] = page_group(kv.page_bytes(group.name), _sources(group, views))
 
-    def load(self, device: torch.device) -> None:
-        """Loads the kernels onto the memory's device, compiling what no archive has: seconds, so before ready."""
-        for cell in (APPEND_CELL, *(group.cell for group in self._groups.values())):
-            loader.load(cell, device.index or 0)
+    def load(self) -> None:
+        """Loads the kernels, compiling what no archive has: seconds, before the worker reports ready."""
+        for group in self._groups.values():
+            loader.load(group.cell, group.arena.device.index or 0)
 
     def seal(self, group: str, pages: Sequence[PageRows], workspace: Workspace) -> list[int]:
         """Packs the pages' rows out of tails and workspace; returns the pages' checksums.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kernels.append_cuda import AppendSide, append
 from kernels.attention import PackedRegion
 from kernels.page_codec import arena_planes, row_codec, unpack_pages
 from kvstore.client import Arena
@@ -172,9 +171,7 @@ class KvView:
             rows = rows[where.write_rows]
         target = view.tail if view.tail is not None else view.pages
         assert target is not None
-        if len(rows) and target.is_cuda:
-            append(AppendSide(rows, target), None, where.write_to, where.write_at)
-        elif len(rows):
+        if len(rows):
             target[where.write_to, where.write_at] = rows
         self.counters.append_ns += time.perf_counter_ns() - began_ns
 

@@ -73,7 +73,7 @@ class ModelRunner:
                     max_sequence_tokens=max_sequence_tokens,
                 )
                 on_gpu.load()
-                pages.load(network.device)
+                pages.load()
             self._attend = on_gpu
 
     @property

@@ -49,7 +49,7 @@ class Store:
         self.kv = KvView(geometry, self.attachment.arenas, self.attachment.tails)
         self.on_gpu = GpuPages(self.kv) if on_gpu else None
         if self.on_gpu is not None:
-            self.on_gpu.load(torch.device("cpu"))
+            self.on_gpu.load()
         (answer,) = self.attachment.open([OpenRequest("r", "", range(LENGTH), 1024)])
         self.slot: int = answer.slot  # type: ignore[union-attr]
         generator = torch.Generator().manual_seed(5)

@@ -25,5 +25,18 @@ def test_the_table_of_kv_modes_is_what_the_record_says() -> None:
         assert round(100 * record["rows_read_packed_share"]) in (0, 82), mode
 
 
+def test_the_table_of_kernels_is_what_the_record_says() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (name,) = set(re.findall(r"tests/bench/results/h200-kernels-\S+\.jsonl", readme))
+    records = {r["case"]: r for r in map(json.loads, (ROOT / name).read_text().splitlines())}
+    rows = re.findall(r"^\| (decode-\w+) \| .+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
+    assert len(rows) == 6
+    for case, rival_ms, ms, times in rows:
+        record = records[case]
+        assert abs(float(rival_ms) - record["rival_value"]) <= 5e-4, case
+        assert abs(float(ms) - record["value"]) <= 5e-4, case
+        assert abs(float(times) - record["rival_value"] / record["value"]) <= 0.05, case
+
+
 def test_it_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
