@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from kernels.decode_batch import Batch as DecodeBatch
 from kvstore.geometry import CacheGeometry, LayerGroup
 from protos.errors import InternalError
 from protos.page_hash import PAGE_TOKENS
@@ -87,21 +88,16 @@ class Place:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """A step's decode rows (spans of one token) in one layer group, as a GPU kernel reads them: B sequences.
+    """A step's decode rows (spans of one token) in one layer group, as a GPU's kernels read them: B sequences.
 
     Attributes:
         rows: [B] int64, their rows in the batch.
-        page_table: [B, W] int32 page ids from token 0 on, W at least 1; -1 where no page is held.
-        bases: [B] int32, tokens that lie in pages; the rest is in the tail. In dense groups: all of them.
-        num_tokens: [B] int32, the row's own token included.
-        tail_slots: [B] int32; -1 where the group has no tail.
+        step: where their KV is; one for all layers of the group, which check it once. num_tokens counts the row's own
+            token, and in dense groups, which have no tail, all tokens are in pages.
     """
 
     rows: torch.Tensor
-    page_table: torch.Tensor
-    bases: torch.Tensor
-    num_tokens: torch.Tensor
-    tail_slots: torch.Tensor
+    step: DecodeBatch
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,9 @@ def _decode_rows(spans: Sequence[Span], places: Sequence[Place], device: torch.d
         table[at, width:] = (span.first_row, in_pages, span.start + 1, place.tail_slot)
     on_device = torch.from_numpy(table).to(device)
     rows, bases, num_tokens, tail_slots = on_device[:, width:].t().contiguous()
-    return DecodeRows(rows.long(), on_device[:, :width].contiguous(), bases, num_tokens, tail_slots)
+    has_tail = decode[0][1].tail_slot >= 0
+    step = DecodeBatch(on_device[:, :width].contiguous(), bases, num_tokens, tail_slots if has_tail else None)
+    return DecodeRows(rows.long(), step)
 
 
 def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, deterministic: bool) -> Batch:

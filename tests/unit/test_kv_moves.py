@@ -280,17 +280,16 @@ def test_decode_rows_are_those_of_one_token() -> None:
     rows = _decode_rows(spans, places, torch.device("cpu"))
     assert rows is not None
     assert rows.rows.tolist() == [0, 65, 66] and rows.rows.dtype == torch.int64
-    assert rows.page_table.tolist() == [[5, 9], [-1, -1], [3, -1]]
-    assert (rows.bases.tolist(), rows.num_tokens.tolist(), rows.tail_slots.tolist()) == (
-        [256, 0, 128],
-        [301, 8, 256],
-        [2, 0, 3],
-    )
-    for tensor in (rows.page_table, rows.bases, rows.num_tokens, rows.tail_slots):
+    table, bases, num_tokens, tail_slots = rows.step.tensors
+    assert tail_slots is not None
+    assert table.tolist() == [[5, 9], [-1, -1], [3, -1]]
+    assert (bases.tolist(), num_tokens.tolist(), tail_slots.tolist()) == ([256, 0, 128], [301, 8, 256], [2, 0, 3])
+    for tensor in (table, bases, num_tokens, tail_slots):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
     dense = [Place(torch.tensor([7, 8, 9]), full_pages=torch.tensor([7, 8]), last_page=9, last_rows=45) for _ in spans]
     rows = _decode_rows(spans, dense, torch.device("cpu"))
     assert rows is not None
-    assert rows.bases.tolist() == rows.num_tokens.tolist() == [301, 8, 256], "its own row is in its page"
-    assert rows.tail_slots.tolist() == [-1, -1, -1] and rows.page_table.tolist() == [[7, 8, 9]] * 3
+    table, bases, num_tokens, tail_slots = rows.step.tensors
+    assert bases.tolist() == num_tokens.tolist() == [301, 8, 256], "its own row is in its page"
+    assert tail_slots is None and table.tolist() == [[7, 8, 9]] * 3
     assert _decode_rows(spans[1:2], places[1:2], torch.device("cpu")) is None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from kernels.decode import Batch as DecodeBatch
 from kernels.decode import DecodeLayer, DecodeOptions
 from kernels.decode_memory import Pages, Tail
 from kernels.decode_workspace import DecodeLimits, new_workspace
@@ -70,10 +69,8 @@ class GpuAttention:
                 out[rows] = self._chunk(q[rows], k[rows], v[rows], k_view, v_view, kv, span, place)
         decode = where.decode
         if decode is not None:
-            slots = decode.tail_slots if k_view.tail is not None else None
-            step = DecodeBatch(decode.page_table, decode.bases, decode.num_tokens, slots)
             rows_q = q[decode.rows].unsqueeze(1)
-            attended = self._layers[k_view.region.layer](rows_q, step, out=torch.empty_like(rows_q))
+            attended = self._layers[k_view.region.layer](rows_q, decode.step, out=torch.empty_like(rows_q))
             out[decode.rows] = attended.squeeze(1)
         return out
 
