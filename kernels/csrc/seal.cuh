@@ -139,16 +139,6 @@ template <int WIDTH, typename T> struct RawRow {
     }
 };
 
-// The warps of a CTA work on units of their own, but begin each of them together: a unit is more code than the instruction
-// caches hold, so warps that are not far apart in it fetch it once for all. Within a unit they may meet twice more.
-#ifndef TAILPACK_ROW_MEETINGS
-#define TAILPACK_ROW_MEETINGS 1
-#endif
-template <int N> __device__ __forceinline__ void meet() {
-    if constexpr (N < TAILPACK_ROW_MEETINGS) __syncthreads();
-    else __syncwarp();
-}
-
 // Codes of the lane's row into `nibble_words` (all kWords of the row), its scale into `*scale`. False: the row holds NaN or
 // an infinity, or its norm is above kMaxNorm; then its codes are 0 and its scale NaN. Rows are written where `writes` is set;
 // every lane takes part.
@@ -167,9 +157,9 @@ __device__ __forceinline__ bool encode_row(const RawRow<WIDTH, T>& raw, int bits
     const bool bad = largest >= kInfinityBits || __fmul_rn(share, share) > 1.0f;
     const bool stores_codes = !bad && !(norm < kZeroNorm);
 
-    meet<1>();
+    __syncwarp();
     hadamard<WIDTH>(z, lane);
-    meet<2>(); // the compiler, too, looks nothing up before this that is needed only after it
+    __syncwarp(); // the compiler, too, looks nothing up before this that is needed only after it
     const TimesDiagonal<WIDTH> to_unit(1.0f / __fmul_rn(short_norm, sqrtf(static_cast<float>(WIDTH))), tables, lane);
     const Quantiser quantiser(bits, tables, lane);
     const uint32_t kept = stores_codes ? 0xffffffffu : 0u;
@@ -247,7 +237,9 @@ __device__ __forceinline__ void seal_pages(const PageTables& tables, uint64_t* c
 
     int current = 0;
     for (int64_t slot = first; slot < num_slots; slot += step) { // as often in all warps
-        meet<0>();
+        // The warps of a CTA work on units of their own, but begin each together: a unit is more code than the instruction
+        // caches hold, so warps that are not far apart in it fetch it once for all. One more meeting inside was slower.
+        __syncthreads();
         const UnitTables& of = own.units[current];
         current = current == 2 ? 0 : current + 1;
         const UnitTables& next = own.units[current];
@@ -286,9 +278,6 @@ __device__ __forceinline__ void seal_pages(const PageTables& tables, uint64_t* c
                     const int64_t of_page = static_cast<int64_t>(of.unit.region) << 20 | of.unit.head << 8 | (of.unit.first_row + row);
                     atomicMin(first_bad_row, static_cast<long long>(of.entry << 32 | of_page));
                 }
-            } else {
-                meet<1>();
-                meet<2>();
             }
         }
         if (!in_use) continue;
