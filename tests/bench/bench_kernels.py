@@ -259,7 +259,8 @@ def _facts(device: torch.device, seed: int, commit: str) -> dict[str, Any]:
         "versions": versions,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "command": " ".join(["python3 -m tests.bench.bench_kernels", *sys.argv[1:]]),
+        # Without the folders of this machine, which mean nothing elsewhere.
+        "command": " ".join(["python3 -m tests.bench.bench_kernels", *(Path(word).name for word in sys.argv[1:])]),
         "seed": seed,
         "kind": "measured",
     }
