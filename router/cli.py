@@ -21,10 +21,10 @@ import click
 from protos import logs, router_pb2, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.errors import InvalidRequest, TailpackError
+from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
 from router.answer_output import explained, json_line, stats_line
 from router.client import DEFAULT_ADDRESS, MAX_TIMEOUT_S, Client, as_chat, build_request
 from router.server import RouterConfig, serve
-from router.service import DEFAULT_MAX_REQUEST_BYTES
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -53,7 +53,7 @@ def router_group() -> None:
 )
 @advanced_option(
     "--max-in-flight",
-    default=4096,
+    default=DEFAULT_MAX_IN_FLIGHT,
     show_default=True,
     type=click.IntRange(min=1),
     help="Requests at one time; more are refused with a retry hint.",

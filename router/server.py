@@ -1,4 +1,4 @@
-"""The router process: a RouterService behind an RpcServer, from start to a drained stop."""
+"""The router process: its requests behind an RpcServer, from start to a drained stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import structlog
 
 from protos import router_pb2_grpc, rpc
-from router.service import DEFAULT_MAX_REQUEST_BYTES, SERVICE_NAME, RouterService
+from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
+from router.requests import Requests
+from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
 
 log = structlog.get_logger("router")
@@ -26,7 +28,7 @@ class RouterConfig:
     workers: tuple[str, ...]
     model_dir: Path
     drain_s: float = 60.0
-    max_in_flight: int = 4096
+    max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
 
 
@@ -48,30 +50,30 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         (ready if any_ready else not_ready).set()
         (not_ready if any_ready else ready).clear()
 
-    service = RouterService(
+    requests = Requests(
         Tokenizer(config.model_dir),
         list(config.workers),
         max_in_flight=config.max_in_flight,
         max_request_bytes=config.max_request_bytes,
         on_ready=on_ready,
     )
-    server.add(router_pb2_grpc.add_RouterServicer_to_server, service, SERVICE_NAME)
+    server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
     stop, stop_now = _watch_signals()
     address = await server.start(config.listen)
-    service.start()
+    requests.start()
     health = asyncio.create_task(_mirror_health(server, ready, not_ready))
     listening(address)
     try:
         await stop.wait()
         health.cancel()
         await server.set_ready(False)
-        log.info("draining", in_flight=service.num_in_flight, grace_s=config.drain_s)
-        await _first(service.drain(config.drain_s), stop_now.wait())
-        log.info("stopping", in_flight=service.num_in_flight)
+        log.info("draining", in_flight=requests.admission.num_in_flight, grace_s=config.drain_s)
+        await _first(requests.drain(config.drain_s), stop_now.wait())
+        log.info("stopping", in_flight=requests.admission.num_in_flight)
     finally:
         health.cancel()
         await server.stop(0.0)
-        await service.close()
+        await requests.close()
 
 
 async def _mirror_health(server: rpc.RpcServer, ready: asyncio.Event, not_ready: asyncio.Event) -> None:

@@ -22,7 +22,7 @@ def check_request(request: router_pb2.GenerateRequest) -> None:
         TooLarge: PROMPT_TOO_LARGE.
         NotBuilt: a feature that this version does not have was asked for.
     """
-    for field in ("tools_json", "json_schema", "lora_adapter"):
+    for field in ("tools_json", "json_schema", "lora_adapter", "resumable"):
         if getattr(request, field):
             raise NotBuilt(f"{field} is not built in this version", given=field, hint=f"leave {field} empty")
     if request.prefix_reuse not in types_pb2.PrefixReuse.values():

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from protos import router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2
+from router.admission import DEFAULT_MAX_REQUEST_BYTES
 from router.client import Client
-from router.service import DEFAULT_MAX_REQUEST_BYTES, SERVICE_NAME, RouterService
+from router.requests import Requests
+from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 
@@ -25,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Harness:
-    service: RouterService
+    requests: Requests
     workers: list[FakeWorker]
     address: str
     client: Client
@@ -34,9 +36,9 @@ class Harness:
     def nothing_left(self) -> list[str]:
         """What is still held somewhere; empty when all is clean."""
         left = []
-        if self.service.num_in_flight:
-            left.append(f"router: {self.service.num_in_flight} in flight")
-        for link in self.service.registry.links.values():
+        if self.requests.admission.num_in_flight:
+            left.append(f"router: {self.requests.admission.num_in_flight} in flight")
+        for link in self.requests.registry.links.values():
             own = (link.own.num_sequences, link.own.queued_tokens, link.own.num_pages)
             if any(own) or link.num_known or link.num_stray_outputs:
                 left.append(f"{link.address}: own {own}, known {link.num_known}, stray {link.num_stray_outputs}")
@@ -75,26 +77,26 @@ async def cluster(
         infos = [_info(tokenizer) for _ in range(num_workers)]
     workers = [FakeWorker(scripted, info) for info in infos]
     started = [await worker.start() for worker in workers]
-    service = RouterService(
+    requests = Requests(
         tokenizer,
         [*started, *(addresses or [])],
         max_in_flight=max_in_flight,
         max_request_bytes=max_request_bytes,
     )
     server = rpc.RpcServer("router")
-    server.add(router_pb2_grpc.add_RouterServicer_to_server, service, SERVICE_NAME)
+    server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
     address = await server.start("127.0.0.1:0")
-    service.start()
+    requests.start()
     try:
         async with Client(address) as client:
-            harness = Harness(service, workers, address, client, tokenizer)
+            harness = Harness(requests, workers, address, client, tokenizer)
             if wait:
                 expected = len(started) + len(addresses or [])
-                await until(lambda: len(service.registry.ready()) == expected)
+                await until(lambda: len(requests.registry.ready()) == expected)
             yield harness
     finally:
         await server.stop(0)
-        await service.close()
+        await requests.close()
         for worker in workers:
             await worker.stop()
 

@@ -49,7 +49,7 @@ async def test_a_worker_killed_after_the_first_token_is_worker_lost(folder: Path
     processes.append(fake_worker_process("--endless", "--every-s", "0.01"))
     async with cluster(folder, Script(IDS, endless=True), addresses=[processes[0].address()]) as it:
         it.workers[0].report(types_pb2.WorkerLoad(num_running=50, pages_free=99, pages_total=99))
-        await until(lambda: it.service.registry.links[it.workers[0].address].load.num_running == 50)
+        await until(lambda: it.requests.registry.links[it.workers[0].address].load.num_running == 50)
         seen = 0
         with pytest.raises(errors.WorkerLost) as caught:
             async for chunk in it.client.generate("x", max_tokens=4000):
@@ -70,7 +70,7 @@ async def test_a_worker_killed_before_the_first_token_costs_the_caller_nothing(
     processes.append(fake_worker_process("--first-s", "60"))
     async with cluster(folder, Script([*IDS, EOS]), addresses=[processes[0].address()]) as it:
         # Both are idle: of several requests, some go to the one that is about to die.
-        (doomed,) = (link for link in it.service.registry.links.values() if link.address != it.workers[0].address)
+        (doomed,) = (link for link in it.requests.registry.links.values() if link.address != it.workers[0].address)
         running = [asyncio.create_task(answer(it.client, "x")) for _ in range(8)]
         await until(lambda: doomed.own.num_sequences + len(it.workers[0].submits) == len(running))
         hit = doomed.own.num_sequences
@@ -90,7 +90,7 @@ async def test_a_restarted_worker_is_found_again_with_its_sequences_lost(
     processes.append(fake_worker_process(*arguments))
     processes[0].address()
     async with cluster(folder, Script(), infos=[], addresses=[listen]) as it:
-        link = it.service.registry.links[listen]
+        link = it.requests.registry.links[listen]
         assert link.info is not None
         first = link.info.incarnation
         stream = it.client.generate("x", max_tokens=4000)

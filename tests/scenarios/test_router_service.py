@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 
 from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
-from router import registry, relay
-from router import service as service_module
+from router import admission, registry, relay
+from router import requests as requests_module
 from router.client import PREFIX_REUSE, Client, build_request
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
@@ -304,7 +304,7 @@ async def test_one_s_own_request_id_can_be_used_again_right_after_leaving(folder
 async def test_a_request_id_whose_end_no_worker_confirms_is_refused_in_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "ID_FREE_S", 0.05)
+    monkeypatch.setattr(admission, "ID_FREE_S", 0.05)
     async with cluster(folder, Script([5], endless=True, every_s=0.01, deaf=True)) as it:
         first = it.client.generate("x", request_id="same", max_tokens=4000)
         await anext(first)
@@ -370,19 +370,19 @@ async def test_requests_too_large_together_are_refused_with_a_retry_hint(folder:
         await anext(it.client.generate([5] * 1000))  # what has ended does not count
         await second.aclose()  # type: ignore[attr-defined]
         await it.settled()
-        assert it.service._held_bytes == 0
+        assert it.requests.admission.held_bytes == 0
         assert len(it.workers[0].submits) == 4
 
 
 async def test_a_submission_is_dropped_at_the_first_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = service_module._submission
+    original = requests_module._submission
 
     def keeping(*arguments: Any) -> Any:
         made.append(original(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(service_module, "_submission", keeping)
+    monkeypatch.setattr(requests_module, "_submission", keeping)
     async with cluster(folder, Script([5], endless=True, first_s=0.2, every_s=0.01)) as it:
         stream = it.client.generate("x", max_tokens=4000)
         first = asyncio.ensure_future(anext(stream))
@@ -420,7 +420,7 @@ async def test_a_worker_that_does_not_fit_the_tokenizer_is_refused_by_name(
     folder: Path, info: types_pb2.WorkerInfo
 ) -> None:
     async with cluster(folder, Script([5, EOS]), infos=[info], wait=False) as it:
-        await until(lambda: next(iter(it.service.registry.links.values())).state == "refused")
+        await until(lambda: next(iter(it.requests.registry.links.values())).state == "refused")
         (worker,) = await it.client.list_workers()
         assert "TOKENIZER_MISMATCH" in worker.why
         error = await refused(it.client.generate("x"))
@@ -431,7 +431,7 @@ async def test_a_worker_that_does_not_fit_the_tokenizer_is_refused_by_name(
 async def test_one_worker_under_two_addresses_counts_once(folder: Path) -> None:
     info = worker_info()
     async with cluster(folder, Script([5, EOS]), infos=[info, info], wait=False) as it:
-        links = list(it.service.registry.links.values())
+        links = list(it.requests.registry.links.values())
         await until(lambda: sorted(link.state for link in links) == ["ready", "refused"])
         assert any("DUPLICATE_WORKER" in link.why for link in links)
 
@@ -460,7 +460,7 @@ async def test_a_burst_spreads_evenly(folder: Path) -> None:
 async def test_load_of_others_counts(folder: Path) -> None:
     async with cluster(folder, Script([5, EOS], first_s=0.1), num_workers=2) as it:
         it.workers[0].report(types_pb2.WorkerLoad(num_running=8, pages_free=100, pages_total=100))
-        links = it.service.registry.links
+        links = it.requests.registry.links
         await until(lambda: links[it.workers[0].address].load.num_running == 8)
         await asyncio.gather(*(answer(it.client, "x") for _ in range(4)))
         assert [len(worker.submits) for worker in it.workers] == [0, 4]
@@ -496,7 +496,7 @@ async def test_cancel_in_prefill_reaches_the_worker_before_the_first_token(folde
 
 async def test_a_cancelled_sequence_is_not_counted_while_the_worker_is_slow_to_say_so(folder: Path) -> None:
     async with cluster(folder, Script([5], first_s=60.0, deaf=True)) as it:
-        (link,) = it.service.registry.links.values()
+        (link,) = it.requests.registry.links.values()
         task = asyncio.create_task(answer(it.client, "x", request_id="slow"))
         await until(lambda: it.workers[0].active)
         task.cancel()
@@ -545,7 +545,7 @@ async def test_the_log_tells_a_deadline_from_a_client_that_left(folder: Path, ti
 def test_a_deadline_counts_as_met_within_the_way_and_the_rounding(
     deadline_s: float | None, remaining_s: float | None, ran_out: bool
 ) -> None:
-    assert service_module._ran_out(deadline_s, remaining_s) is ran_out
+    assert requests_module._ran_out(deadline_s, remaining_s) is ran_out
 
 
 async def test_cancel_rpc_ends_own_requests_of_the_same_tenant_only(folder: Path) -> None:
@@ -594,7 +594,7 @@ async def test_two_thousand_random_cancels_leave_nothing(folder: Path) -> None:
     async with cluster(folder, script, num_workers=3) as it:
         start = 0
         # Some are cancelled before this busy process has sent them: 2,000 that the router saw.
-        while it.service.counters.cancelled < 2000 and start < 20_000:
+        while it.requests.counters.cancelled < 2000 and start < 20_000:
             await asyncio.gather(*(once(it.client, number) for number in range(start, start + 20)))
             start += 20
         await it.settled()
@@ -677,7 +677,7 @@ async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(folde
         running = [asyncio.create_task(answer(it.client, "x")) for _ in range(4)]
         await until(lambda: sum(len(worker.active) for worker in it.workers) == 4)
         it.workers[0].goodbye("rolling update")
-        await until(lambda: len(it.service.registry.ready()) == 1)
+        await until(lambda: len(it.requests.registry.ready()) == 1)
         before = len(it.workers[0].submits)
         await asyncio.gather(*(answer(it.client, "x") for _ in range(4)))
         assert len(it.workers[0].submits) == before
@@ -691,10 +691,10 @@ async def test_a_worker_that_never_says_welcome_is_not_used(folder: Path, monkey
     silent = FakeWorker(lambda submit: Script(), worker_info(), welcome_s=60)
     address = await silent.start()
     async with cluster(folder, Script([5, EOS]), addresses=[address], wait=False) as it:
-        link = it.service.registry.links[address]
+        link = it.requests.registry.links[address]
         await until(lambda: "no welcome" in link.why)
         await until(lambda: silent.num_sessions >= 2)  # it is tried again
-        await until(lambda: len(it.service.registry.ready()) == 1)
+        await until(lambda: len(it.requests.registry.ready()) == 1)
         await answer(it.client, "x")
         assert link.state == "connecting"
         assert not silent.submits
@@ -716,8 +716,9 @@ async def test_a_slow_reader_gets_fewer_larger_chunks_and_the_same_text(folder: 
         async with grpc.aio.insecure_channel(it.address, options=SMALL_WINDOW) as channel:
             call = router_pb2_grpc.RouterStub(channel).Generate(build_request("x", max_tokens=len(tokens)))
             await until(lambda: it.workers[0].submits)
-            (active,) = it.service._active.values()
-            await until(lambda: active.relay is not None and active.relay.ended, 30.0)  # the router has it all
+            (link,) = it.requests.registry.links.values()
+            (entry,) = link._entries.values()
+            await until(lambda: entry.relay is not None and entry.relay.ended, 30.0)  # the router has it all
             chunks = [chunk async for chunk in call]
         got = Answer(chunks).check()
         assert got.text == TEXT * repeats

@@ -1,0 +1,168 @@
+"""Which requests may be in flight at one time: ids, counts, bytes, and the end of them all when the router leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from protos.errors import AlreadyExists, CapacityError, InvalidRequest, Unavailable
+
+DEFAULT_MAX_IN_FLIGHT = 4096
+DEFAULT_MAX_REQUEST_BYTES = 512 << 20
+"""Of all requests in flight, as received. gRPC holds each one besides as parsed, and the router as token ids until the
+first token."""
+MAX_SEQUENCE_ID_BYTES = 256  # as workers and stores have it
+ID_FREE_S = 1.0
+"""How long a request waits for a worker to confirm that an earlier one with its id, whose caller left, has ended."""
+ID_POLL_S = 0.005
+
+
+def sequence_id(tenant: str, request_id: str) -> str:
+    """What workers know a request by. All routers agree on it, so that any of them can cancel it.
+
+    A request id is its tenant's own: another's use of the same one must neither collide with it nor tell that it runs.
+    """
+    return f"{tenant}/{request_id}" if tenant else request_id  # neither holds a "/"
+
+
+def _no_deadline() -> float | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a caller says about a request besides the request, whichever door it came through.
+
+    remaining_s: seconds until the caller's deadline, None without one. door: "grpc", "http" or "kserve".
+    """
+
+    request_id: str
+    tenant: str = ""
+    traceparent: str = ""
+    remaining_s: Callable[[], float | None] = field(default=_no_deadline)
+    door: str = "grpc"
+
+    @property
+    def sequence_id(self) -> str:
+        return sequence_id(self.tenant, self.request_id)
+
+
+class Admission:
+    """The requests of one router, by sequence id.
+
+    Args:
+        max_in_flight, max_request_bytes: of all together; more are refused with a retry hint.
+        runs_elsewhere: whether a worker has yet to confirm the end of a sequence of this id.
+    """
+
+    def __init__(self, max_in_flight: int, max_request_bytes: int, runs_elsewhere: Callable[[str], bool]) -> None:
+        self.draining = False
+        self.held_bytes = 0
+        self._max_in_flight = max_in_flight
+        self._max_request_bytes = max_request_bytes
+        self._runs_elsewhere = runs_elsewhere
+        self._cancels: dict[str, Callable[[], None]] = {}
+        self._num_waiting = 0  # for their ids to be free; not in _cancels yet
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._cancels)
+
+    async def enter(self, call: Call, cancel: Callable[[], None]) -> None:
+        """Takes a request in, until leave(). Waits, at most ID_FREE_S, for an aborted one of its id to be gone.
+
+        Args:
+            cancel: ends the request; what cancel() here calls.
+
+        Raises:
+            Unavailable: DRAINING. CapacityError: TOO_MANY_REQUESTS. InvalidRequest: BAD_REQUEST_ID.
+            AlreadyExists: DUPLICATE_REQUEST.
+        """
+        wanted = call.sequence_id
+        await self._id_free(wanted)
+        if self.draining:
+            raise Unavailable(
+                "this router is shutting down", reason="DRAINING", hint="use another", retry_after_ms=1000
+            )
+        if len(self._cancels) >= self._max_in_flight:
+            raise CapacityError(
+                "this router is full",
+                reason="TOO_MANY_REQUESTS",
+                given=f"{len(self._cancels)} requests in flight",
+                allowed=f"{self._max_in_flight}",
+                retry_after_ms=1000,
+            )
+        if len(wanted) > MAX_SEQUENCE_ID_BYTES:
+            raise InvalidRequest(
+                "tenant and request id are too long together",
+                reason="BAD_REQUEST_ID",
+                given=f"{len(call.tenant)} and {len(call.request_id)} characters",
+                allowed=f"{MAX_SEQUENCE_ID_BYTES - 1} together",
+            )
+        if wanted in self._cancels or self._runs_elsewhere(wanted):
+            raise AlreadyExists("a request with this id is running", reason="DUPLICATE_REQUEST", given=call.request_id)
+        self._cancels[wanted] = cancel
+        self._idle.clear()
+
+    def leave(self, call: Call) -> None:
+        """The request has ended."""
+        del self._cancels[call.sequence_id]
+        if not self._cancels:
+            self._idle.set()
+
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """Counts a request's bytes for as long as its stream lives: gRPC keeps the request, as received and parsed.
+
+        Raises:
+            CapacityError: TOO_MANY_REQUEST_BYTES.
+        """
+        if self.held_bytes + num_bytes > self._max_request_bytes:
+            raise CapacityError(
+                "the requests in flight are too large together",
+                reason="TOO_MANY_REQUEST_BYTES",
+                given=f"{num_bytes} bytes beside {self.held_bytes} in flight",
+                allowed=f"{self._max_request_bytes} bytes",
+                retry_after_ms=1000,
+            )
+        self.held_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.held_bytes -= num_bytes
+
+    def cancel(self, wanted: str) -> bool:
+        """Ends a request of this router. False: it has none of this sequence id."""
+        cancel = self._cancels.get(wanted)
+        if cancel is not None:
+            cancel()
+        return cancel is not None
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuses new requests; waits for the running ones. False when some were left after grace_s."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _id_free(self, wanted: str) -> None:
+        """A caller that left may use its id again at once, though its worker has yet to confirm the abort. Bounded."""
+        if wanted in self._cancels or not self._runs_elsewhere(wanted):
+            return
+        if len(self._cancels) + self._num_waiting >= self._max_in_flight:
+            return  # those that wait hold their requests too
+        self._num_waiting += 1
+        try:
+            ends = time.monotonic() + ID_FREE_S
+            while self._runs_elsewhere(wanted) and time.monotonic() < ends:
+                await asyncio.sleep(ID_POLL_S)
+        finally:
+            self._num_waiting -= 1

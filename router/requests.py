@@ -1,0 +1,407 @@
+"""The life of a request, from its first check to its last chunk, whichever door it came through.
+
+async with requests.answer(request, call) as answer:
+    async for chunk in answer:
+        ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from protos import router_pb2, rpc, types_pb2, worker_pb2
+from protos.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    RequestCancelled,
+    TailpackError,
+    Unavailable,
+)
+from router import policy
+from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES, Admission, Call, sequence_id
+from router.detokenizer import Detokenizer
+from router.registry import Registry, TokenizerFacts, WorkerLink
+from router.relay import Relay
+from router.tokenizer import Tokenizer
+from router.validate import DEFAULT_MAX_TOKENS, check_fits, check_request, check_text_fits
+
+log = structlog.get_logger("router")
+
+MAX_ATTEMPTS = 3
+CANCEL_TIMEOUT_S = 2.0
+DEADLINE_LAG_S = 0.25
+"""A client that ends its call with no more than this left of the deadline is taken to have met the deadline."""
+
+
+@dataclass
+class Counters:
+    """Of one router, since it started. requests = finished + cancelled + failed + rejected + in flight."""
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rejected: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    retries: int = 0
+
+
+class Requests:
+    """All requests of one router over one registry of workers."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        addresses: list[str],
+        *,
+        router_id: str | None = None,
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
+        on_ready: Callable[[bool], None] = lambda ready: None,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            addresses: of the workers.
+            max_in_flight, max_request_bytes: of all requests in flight; more are refused with a retry hint.
+            on_ready: told whenever a worker comes or goes, whether any is ready.
+        """
+        incarnation = rpc.new_request_id().removeprefix("req-")
+        self.router_id = router_id or f"router-{incarnation[:8]}"
+        self.tokenizer = tokenizer
+        self.counters = Counters()
+        self._on_ready = on_ready
+        self._started_ns = time.monotonic_ns()
+        facts = TokenizerFacts(tokenizer.digest, tokenizer.vocab_size)
+        self.registry = Registry(addresses, self.router_id, incarnation, facts, self._workers_changed)
+        self.admission = Admission(max_in_flight, max_request_bytes, self.registry.knows)
+
+    def start(self) -> None:
+        self.registry.start()
+
+    async def close(self) -> None:
+        await self.registry.close()
+        self.tokenizer.close()
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuses new requests; waits for the running ones. False when some were left after grace_s."""
+        self.admission.draining = True
+        self._workers_changed()
+        return await self.admission.drain(grace_s)
+
+    # --- what the doors ask for ---
+
+    def answer(self, request: router_pb2.GenerateRequest, call: Call) -> Answer:
+        """The answer to a request: an async context manager to iterate over. Leaving it ends what still runs."""
+        return Answer(self, request, call)
+
+    async def cancel(self, request_id: str, tenant: str) -> bool:
+        """Ends a request of this tenant, also one that another router serves. False: there is none.
+
+        Raises:
+            TailpackError: a worker cannot be asked, so that "none" would be a guess.
+        """
+        wanted = sequence_id(tenant, request_id)
+        if self.admission.cancel(wanted):
+            return True
+        links = [link for link in self.registry.links.values() if link.state in ("ready", "draining")]
+        answers = await asyncio.gather(
+            *(link.abort_foreign(wanted, tenant, CANCEL_TIMEOUT_S) for link in links), return_exceptions=True
+        )
+        if any(answer is True for answer in answers):
+            return True
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return False
+
+    def stats(self) -> router_pb2.StatsResponse:
+        return router_pb2.StatsResponse(
+            router_id=self.router_id,
+            uptime_ns=time.monotonic_ns() - self._started_ns,
+            in_flight=self.admission.num_in_flight,
+            **vars(self.counters),
+        )
+
+    def model(self, name: str) -> types_pb2.ModelInfo:
+        """The model that a request names; the only one where it names none.
+
+        Raises:
+            NotFound: UNKNOWN_MODEL. InvalidRequest: MODEL_NOT_NAMED. Unavailable: NO_WORKER.
+        """
+        known = self.registry.models()
+        if not known:
+            raise self.no_worker()
+        if name and name not in known:
+            raise NotFound(
+                "this model is not served here",
+                reason="UNKNOWN_MODEL",
+                given=name[:128],
+                allowed=", ".join(sorted(known)),
+            )
+        if not name and len(known) > 1:
+            raise InvalidRequest(
+                "several models are served: say which", reason="MODEL_NOT_NAMED", allowed=", ".join(sorted(known))
+            )
+        for link in self.registry.ready(name or None):
+            if link.info is not None:
+                return link.info.model
+        raise self.no_worker()
+
+    def no_worker(self) -> Unavailable:
+        links = self.registry.links.values()
+        states = "; ".join(f"{link.address} is {link.state}" + (f" ({link.why})" if link.why else "") for link in links)
+        return Unavailable("no worker is ready", reason="NO_WORKER", given=states[:2000], retry_after_ms=1000)
+
+    def _workers_changed(self) -> None:
+        self._on_ready(not self.admission.draining and bool(self.registry.ready()))
+
+
+class Answer:
+    """One request between its first check and its end; one log line comes of it.
+
+    Entering it returns with the first chunk there; before that a worker that fails is replaced by another.
+
+    Raises, on entering and from iterating: TailpackError. What was emitted comes ahead of an error.
+    """
+
+    def __init__(self, requests: Requests, request: router_pb2.GenerateRequest, call: Call) -> None:
+        self.call = call
+        self._requests = requests
+        self._request = request
+        self._held = contextlib.ExitStack()  # what is given back at the end, whatever happened
+        self._started_ns = time.monotonic_ns()
+        self._deadline_s = call.remaining_s()
+        self._cancelled = False
+        self._relay: Relay | None = None
+        self._link: WorkerLink | None = None
+        self._first: router_pb2.GenerateResponse | None = None
+        self._finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
+        self._model = ""
+        self._num_prompt_tokens = 0
+        self._tokenized_ns: int | None = None
+        self._num_retries = 0
+
+    async def __aenter__(self) -> Self:
+        requests = self._requests
+        requests.counters.requests += 1
+        try:
+            await requests.admission.enter(self.call, self.cancel)
+            self._held.callback(requests.admission.leave, self.call)
+            check_request(self._request)
+            self._held.enter_context(requests.admission.holding(self._request.ByteSize()))
+            self._first = await self._begin()
+        except BaseException as error:
+            self._end(error)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end(error)  # also on cancellation: nothing here waits
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> router_pb2.GenerateResponse:
+        assert self._relay is not None, "use it inside `async with`"
+        chunk, self._first = self._first, None
+        if chunk is None:
+            chunk = await self._relay.next_chunk()
+            if chunk is None:
+                raise StopAsyncIteration
+        if chunk.finish_reason:
+            self._finish_reason = chunk.finish_reason
+        return chunk
+
+    def cancel(self) -> None:
+        """Somebody asked to end it: its caller gets a last chunk that says so."""
+        self._cancelled = True
+        if self._relay is not None:
+            self._relay.cancel()
+
+    # --- placing ---
+
+    async def _begin(self) -> router_pb2.GenerateResponse | None:
+        """Tokenises and places; places again on another worker while nothing was emitted. Returns the first chunk.
+
+        The submission is this call's alone: it ends with the first token, where the stream may live for hours.
+        """
+        requests, request = self._requests, self._request
+        if self._deadline_s is not None and self._deadline_s <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was placed")
+        model = requests.model(request.model)
+        self._model = model.name
+        prompt = await self._tokenize(model)
+        self._tokenized_ns = time.monotonic_ns()
+        self._num_prompt_tokens = len(prompt)
+        check_fits(prompt, list(request.stop.stop_token_ids), model)
+        submit = _submission(request, self.call, prompt, model, self._deadline_s)
+        placement = policy.Placement(len(prompt), submit.stop.max_tokens)
+        del prompt  # a long one is tens of megabytes as a list, and may queue for minutes
+        tried: list[str] = []
+        failure: TailpackError | None = None
+        while True:
+            link = self._choose(model.name, placement, tried, failure)
+            tried.append(link.address)
+            if failure is not None:
+                self._num_retries += 1
+                requests.counters.retries += 1
+            relay = self._place(submit, placement, link, model)
+            try:
+                return await relay.next_chunk()
+            except (Unavailable, CapacityError) as error:  # before any token: what was emitted comes ahead of an error
+                if len(tried) >= MAX_ATTEMPTS:
+                    raise
+                failure = error
+                link.detach(self.call.sequence_id)
+
+    async def _tokenize(self, model: types_pb2.ModelInfo) -> list[int]:
+        tokenizer, request = self._requests.tokenizer, self._request
+
+        def check(text: str) -> None:
+            check_text_fits(text, tokenizer.min_tokens(text), model)
+
+        match request.WhichOneof("prompt"):
+            case "chat":
+                messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
+                return await tokenizer.encode_chat(messages, check)
+            case "text":
+                return await tokenizer.encode_text(request.text, check)
+            case _:
+                return list(request.token_ids.ids)
+
+    def _choose(
+        self, model: str, placement: policy.Placement, tried: list[str], failure: TailpackError | None
+    ) -> WorkerLink:
+        if self._cancelled:
+            raise RequestCancelled("the request was cancelled before it ran")
+        registry = self._requests.registry
+        candidates = (link.candidate() for link in registry.ready(model))
+        address = policy.choose(candidates, placement, self.call.request_id, tried)
+        if address is None:
+            raise failure or self._requests.no_worker()
+        return registry.links[address]
+
+    def _place(
+        self, submit: worker_pb2.Submit, placement: policy.Placement, link: WorkerLink, model: types_pb2.ModelInfo
+    ) -> Relay:
+        request = self._request
+        hidden = set(request.stop.stop_token_ids)
+        if not request.stop.ignore_eos:
+            hidden.update(model.eos_token_ids)
+        relay = Relay(
+            self.call.request_id,
+            link.worker_id,
+            num_prompt_tokens=placement.prompt_tokens,
+            detokenizer=Detokenizer(
+                self._requests.tokenizer.tokens, frozenset(hidden), text_begins=request.WhichOneof("prompt") == "chat"
+            ),
+            stop_strings=request.stop_strings,
+            abort=lambda: link.abort(self.call.sequence_id),
+        )
+        link.submit(submit, relay, placement)
+        self._link, self._relay = link, relay
+        return relay
+
+    # --- the end ---
+
+    def _end(self, error: BaseException | None) -> None:
+        outcome, reason = self._outcome(error)
+        if self._link is not None:
+            self._link.detach(self.call.sequence_id)
+        self._held.close()
+        self._account(outcome, reason)
+
+    def _outcome(self, error: BaseException | None) -> tuple[str, str]:
+        """Which counter the request ends in, and why it ended."""
+        if isinstance(error, TailpackError):
+            if isinstance(error, RequestCancelled | DeadlineExceeded):
+                return "cancelled", error.reason
+            return ("failed" if self._link is not None else "rejected"), error.reason
+        if isinstance(error, Exception):
+            return "failed", type(error).__name__
+        if self._finish_reason:
+            aborted = self._finish_reason == types_pb2.FINISH_REASON_ABORTED
+            return ("cancelled" if aborted else "finished"), _short(self._finish_reason)
+        if _ran_out(self._deadline_s, self.call.remaining_s()):
+            return "cancelled", "DEADLINE_EXCEEDED"
+        return "cancelled", "CLIENT_GONE"
+
+    def _account(self, outcome: str, reason: str) -> None:
+        relay, counters = self._relay, self._requests.counters
+        num_tokens = relay.num_tokens if relay is not None else 0
+        setattr(counters, outcome, getattr(counters, outcome) + 1)
+        if self._link is not None:
+            counters.prompt_tokens += self._num_prompt_tokens
+            counters.output_tokens += num_tokens
+        log.info(
+            "request",
+            request_id=self.call.request_id,
+            tenant=self.call.tenant,
+            model=self._model,
+            worker=self._link.worker_id if self._link is not None else None,
+            outcome=outcome,
+            reason=reason,
+            prompt_tokens=self._num_prompt_tokens,
+            output_tokens=num_tokens,
+            retries=self._num_retries,
+            tokenize_ms=_ms(self._started_ns, self._tokenized_ns),
+            ttft_ms=_ms(self._started_ns, relay.first_token_ns if relay is not None else None),
+            total_ms=_ms(self._started_ns, time.monotonic_ns()),
+            traceparent=self.call.traceparent or None,
+        )
+
+
+def _submission(
+    request: router_pb2.GenerateRequest,
+    call: Call,
+    prompt: list[int],
+    model: types_pb2.ModelInfo,
+    remaining_s: float | None,
+) -> worker_pb2.Submit:
+    room = model.max_sequence_tokens - len(prompt)
+    submit = worker_pb2.Submit(
+        request_id=call.sequence_id,
+        tenant=call.tenant,
+        prompt_token_ids=prompt,
+        sampling=request.sampling,
+        stop=request.stop,
+        traceparent=call.traceparent,
+        prefix_reuse=request.prefix_reuse,
+    )
+    submit.stop.max_tokens = min(room, request.stop.max_tokens or DEFAULT_MAX_TOKENS)
+    if remaining_s is not None:
+        submit.deadline_unix_ns = time.time_ns() + int(remaining_s * 1e9)
+    return submit
+
+
+def _ran_out(deadline_s: float | None, remaining_s: float | None) -> bool:
+    """Whether a call that the client ended was ended by its deadline; both in seconds, None without a deadline.
+
+    The client's clock runs out first: it started earlier, by the way here, and gRPC rounds up what it sends, by 1% at
+    most.
+    """
+    if deadline_s is None or remaining_s is None:
+        return False
+    return remaining_s <= 0.01 * deadline_s + min(DEADLINE_LAG_S, deadline_s / 4)
+
+
+def _short(reason: types_pb2.FinishReason.ValueType) -> str:
+    return types_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")
+
+
+def _ms(start_ns: int, end_ns: int | None) -> float | None:
+    return None if end_ns is None else round((end_ns - start_ns) / 1e6, 2)
