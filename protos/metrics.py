@@ -1,0 +1,257 @@
+"""What every process exports to Prometheus: the page, what all processes have in common, and a small server for it.
+
+Nothing is counted twice and nothing is kept for Prometheus alone where a counter exists: collectors read what is there
+when somebody asks. Names begin with ``tailpack_``. Values of labels come from short lists (layer groups, error reasons,
+workers); never from requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import platform
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+import structlog
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from protos import rpc
+from protos.histogram import LAG_BOUNDS_S, Histogram
+
+log = structlog.get_logger("metrics")
+
+PATH = "/metrics"
+OFF = "none"
+"""In place of an address: no server."""
+MAX_CONNECTIONS = 16
+MAX_HEAD_BYTES = 8 << 10
+CONNECTION_TIMEOUT_S = 5.0
+PROBE_INTERVAL_S = 0.25
+
+Page = Callable[[str], tuple[bytes, str]]
+"""From the caller's Accept header to (page, content type)."""
+
+
+def metrics_page(accept_header: str = "", registry: CollectorRegistry = REGISTRY) -> tuple[bytes, str]:
+    """The page of this process, in OpenMetrics where the caller takes it, else in Prometheus' text form.
+
+    Any thread. What collectors raise comes out.
+
+    Returns:
+        (page, content type).
+    """
+    encode, content_type = choose_encoder(accept_header)
+    return encode(registry), content_type
+
+
+@contextmanager
+def exported(*collectors: Collector, registry: CollectorRegistry = REGISTRY) -> Iterator[None]:
+    """These are part of the process's page inside."""
+    with contextlib.ExitStack() as undo:
+        for collector in collectors:
+            registry.register(collector)
+            undo.callback(registry.unregister, collector)
+        yield
+
+
+class LazyCollector(Collector):
+    """One that is not read when it is registered, but when somebody asks for the page."""
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        raise NotImplementedError
+
+
+def histogram_family(
+    name: str, help_text: str, histograms: Iterable[tuple[Mapping[str, str], Histogram]]
+) -> HistogramMetricFamily:
+    """Histograms under one name, each with its labels; all with the same label names."""
+    family: HistogramMetricFamily | None = None
+    for labels, histogram in histograms:
+        family = family or HistogramMetricFamily(name, help_text, labels=list(labels))
+        buckets, below = [], 0
+        for bound, count in zip((*map(repr, histogram.bounds), "+Inf"), list(histogram.counts), strict=True):
+            below += count
+            buckets.append((bound, below))
+        family.add_metric(list(labels.values()), buckets, histogram.sum_s)
+    return family or HistogramMetricFamily(name, help_text)
+
+
+class EventLoopProbe:
+    """How late an event loop runs what is due. ``run`` is a task of that loop; reading is for any thread."""
+
+    def __init__(self) -> None:
+        self.lag = Histogram(LAG_BOUNDS_S)
+        self._ticked_ns = time.monotonic_ns()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + PROBE_INTERVAL_S
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            self.lag.observe(max(0.0, loop.time() - due))
+            self._ticked_ns = time.monotonic_ns()
+
+    @property
+    def silent_s(self) -> float:
+        """Since the loop last ran the probe. Far above the probe's interval: the loop is stuck."""
+        return (time.monotonic_ns() - self._ticked_ns) / 1e9
+
+
+class ProcessMetrics(LazyCollector):
+    """What all of our processes have: which build this is, and whether its event loop keeps up.
+
+    Args:
+        component: "router", "worker" or "kvstore".
+    """
+
+    def __init__(self, component: str, probe: EventLoopProbe) -> None:
+        self._component = component
+        self._probe = probe
+
+    def collect(self) -> Iterable[Metric]:
+        build = InfoMetricFamily("tailpack_build", "What runs here.")
+        build.add_metric(
+            [], {"component": self._component, "version": build_version(), "python": platform.python_version()}
+        )
+        yield build
+        labels = {"component": self._component}
+        yield histogram_family(
+            "tailpack_event_loop_lag_seconds", "How late the event loop ran a timer.", [(labels, self._probe.lag)]
+        )
+        silent = GaugeMetricFamily(
+            "tailpack_event_loop_silent_seconds",
+            f"Since the event loop last ran a timer of {PROBE_INTERVAL_S:g} s; far more: it is stuck.",
+            labels=list(labels),
+        )
+        silent.add_metric(list(labels.values()), self._probe.silent_s)
+        yield silent
+
+
+def build_version() -> str:
+    """Of the installed distribution; "unknown" in a tree that is not installed."""
+    try:
+        return version("tailpack")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class MetricsServer:
+    """``GET /metrics`` over HTTP, from a thread of its own, for processes that have no other HTTP door.
+
+    Bounded: MAX_CONNECTIONS at one time, more are closed at once; a connection has CONNECTION_TIMEOUT_S for its request
+    and its answer, and makes one request. The page is made in the server's thread, one at a time.
+
+    Args:
+        page: makes the page; what it raises is answered with status 500 and logged.
+        tls: HTTPS with this context; certificates loaded into it later hold for new connections.
+    """
+
+    def __init__(self, page: Page = metrics_page, *, tls: ssl.SSLContext | None = None) -> None:
+        self._page = page
+        self._tls = tls
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._stop = asyncio.Event()
+        self._num_open = 0
+        self._socket: socket.socket | None = None
+
+    def start(self, address: str) -> str:
+        """Listens on ``host:port``; port 0 takes a free one.
+
+        Returns:
+            The page's URL.
+
+        Raises:
+            ConfigError: PORT_IN_USE, BAD_ADDRESS, PORT_NOT_ALLOWED.
+        """
+        rpc.check_free(address)
+        host, _, port = address.rpartition(":")
+        family, *_, bind_to = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        self._socket = socket.create_server(bind_to[:2], family=family, backlog=MAX_CONNECTIONS)  # type: ignore[arg-type]
+        self._thread.start()
+        scheme = "https" if self._tls else "http"
+        return f"{scheme}://{host}:{self._socket.getsockname()[1]}{PATH}"
+
+    def stop(self) -> None:
+        """Closes the port and what is open on it. Also of one that was never started."""
+        if self._thread.ident is None:
+            self._loop.close()
+            return
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(CONNECTION_TIMEOUT_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(
+            self._connected,
+            sock=self._socket,
+            limit=MAX_HEAD_BYTES,
+            ssl=self._tls,
+            ssl_handshake_timeout=CONNECTION_TIMEOUT_S if self._tls else None,
+        )
+        await self._stop.wait()
+        server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_open >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._num_open += 1
+        try:
+            async with asyncio.timeout(CONNECTION_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._response(head.decode("latin-1")))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, EOFError, asyncio.LimitOverrunError, OSError):
+            writer.transport.abort()  # not a request, or nobody who reads the answer
+        finally:
+            self._num_open -= 1
+            writer.close()
+
+    def _response(self, head: str) -> bytes:
+        request, *lines = head.split("\r\n")
+        method, _, target = request.partition(" ")
+        path = target.partition(" ")[0].partition("?")[0]
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if path != PATH:
+            status, body, kind = "404 Not Found", b"only /metrics is here\n", "text/plain"
+        elif method not in ("GET", "HEAD"):
+            status, body, kind = "405 Method Not Allowed", b"only GET is answered\n", "text/plain"
+        else:
+            try:
+                body, kind = self._page(headers.get("accept", ""))
+                status = "200 OK"
+            except Exception as failure:
+                log.error("no metrics", exc_info=failure)
+                status, kind = "500 Internal Server Error", "text/plain"
+                body = f"{type(failure).__name__}; see the process's log\n".encode()
+        answer = (
+            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        return answer.encode() + (b"" if method == "HEAD" else body)
