@@ -9,10 +9,12 @@ import asyncio
 import errno
 import inspect
 import re
+import resource
 import secrets
 import socket
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +31,7 @@ from grpc_status import rpc_status
 
 from protos import errors, worker_pb2
 from protos.errors import TailpackError
+from protos.tls import ClientTls, ServerCertificate, ServerFiles, ServerTls, read_client
 
 log = structlog.get_logger("rpc")
 
@@ -39,6 +42,14 @@ KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 CONNECT_TIMEOUT_MS = 5_000
 MAX_RECONNECT_BACKOFF_MS = 2_000
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""From accepting a connection to its first frame, TLS included: sockets that connect and say nothing are closed then."""
+MAX_CONNECTIONS = 4096
+MAX_STREAMS = 5000
+"""Calls at one time on one connection. Above a router's most requests in flight: it then refuses by name, where a client
+waits in silence for a stream."""
+MAX_METADATA_BYTES = 16 << 10
+MAX_DESCRIPTORS = 1 << 16
 ERROR_DOMAIN = "tailpack"
 
 _ALIVE = ""  # grpc.health.v1's name for the server as a whole
@@ -54,6 +65,9 @@ def _common_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        # Both: between a soft and a hard limit gRPC refuses at random.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ]
 
 
@@ -64,6 +78,10 @@ def _server_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
         *_common_options(keepalive_time_ms),
         ("grpc.http2.min_ping_interval_without_data_ms", keepalive_time_ms // 2),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        # Half of the descriptors at most: a crowd at the door must not keep us from opening a file or reaching a worker.
+        ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, _descriptor_limit() // 2)),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
     ]
 
 
@@ -226,36 +244,60 @@ class CallMetadata:
     traceparent: str = ""
 
 
+# The tenant that a token has proved, for the rest of this call's task. Set by _TenantInterceptor, read by call_metadata.
+_TENANT: ContextVar[str | None] = ContextVar("tenant", default=None)
+
+
 def call_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> CallMetadata:
     """Reads x-request-id (made up when absent), x-tenant and traceparent (ignored when malformed, as W3C asks).
+
+    Where the server knows callers by their tokens, the tenant is the token's.
 
     Raises:
         InvalidRequest: an id or tenant is not 1 to 128 of ``A-Z a-z 0-9 . _ : -``, or is there twice.
     """
-    sent = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
-    pairs = dict(sent)
-    for key in ("x-request-id", "x-tenant"):
-        if len(values := [value for name, value in sent if name == key]) > 1:
+    sent = _text_metadata(context.invocation_metadata())
+    pairs = {key: _only(key, sent) or "" for key in ("x-request-id", "x-tenant")}
+    for key, value in pairs.items():
+        if value and not _TOKEN.match(value):
             raise errors.InvalidRequest(
-                f"metadata {key} is there more than once", given=repr(values)[:200], allowed="one value"
+                f"metadata {key} is malformed", given=repr(value[:64]), allowed="1 to 128 of A-Z a-z 0-9 . _ : -"
             )
-        if pairs.get(key) and not _TOKEN.match(pairs[key]):
-            raise errors.InvalidRequest(
-                f"metadata {key} is malformed", given=repr(pairs[key][:64]), allowed="1 to 128 of A-Z a-z 0-9 . _ : -"
-            )
-    traceparent = pairs.get("traceparent", "")
+    traceparent = dict(sent).get("traceparent", "")
+    proved = _TENANT.get()
     return CallMetadata(
-        request_id=pairs.get("x-request-id") or new_request_id(),
-        tenant=pairs.get("x-tenant", ""),
+        request_id=pairs["x-request-id"] or new_request_id(),
+        tenant=pairs["x-tenant"] if proved is None else proved,
         traceparent=traceparent if _TRACEPARENT.match(traceparent) else "",
     )
 
 
+def _text_metadata(sent: Any) -> list[tuple[str, str]]:
+    return [(key, value) for key, value in sent or () if isinstance(value, str)]
+
+
+def _only(key: str, sent: list[tuple[str, str]]) -> str | None:
+    """The value of a key that may be there once. Raises InvalidRequest."""
+    values = [value for name, value in sent if name == key]
+    if len(values) > 1:
+        given = None if key == "authorization" else repr(values)[:200]
+        raise errors.InvalidRequest(f"metadata {key} is there more than once", given=given, allowed="one value")
+    return values[0] if values else None
+
+
 def metadata(
-    request_id: str | None = None, tenant: str | None = None, traceparent: str | None = None
+    request_id: str | None = None,
+    tenant: str | None = None,
+    traceparent: str | None = None,
+    token: str | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """The reverse: what a client sends."""
-    pairs = (("x-request-id", request_id), ("x-tenant", tenant), ("traceparent", traceparent))
+    pairs = (
+        ("x-request-id", request_id),
+        ("x-tenant", tenant),
+        ("traceparent", traceparent),
+        ("authorization", f"Bearer {token}" if token else None),
+    )
     return tuple((key, value) for key, value in pairs if value)
 
 
@@ -266,14 +308,40 @@ def new_request_id() -> str:
 # --- channels ---
 
 
-def channel(address: str, *, keepalive_time_ms: int = KEEPALIVE_TIME_MS) -> grpc.aio.Channel:
-    """An asyncio channel to ``host:port`` or ``unix:/path``. It connects lazily; the caller closes it."""
-    return grpc.aio.insecure_channel(address, options=_channel_options(keepalive_time_ms))
+def channel(
+    address: str, *, tls: ClientTls | None = None, keepalive_time_ms: int = KEEPALIVE_TIME_MS
+) -> grpc.aio.Channel:
+    """An asyncio channel to ``host:port`` or ``unix:/path``. It connects lazily; the caller closes it.
+
+    Args:
+        tls: its files are read now; who makes a new channel uses renewed ones. None: plain text.
+
+    Raises:
+        ConfigError: TLS_*: see protos/tls.py.
+    """
+    options = _channel_options(keepalive_time_ms)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, _channel_credentials(tls), options=options + _server_name(tls))
 
 
-def sync_channel(address: str, *, keepalive_time_ms: int = KEEPALIVE_TIME_MS) -> grpc.Channel:
+def sync_channel(
+    address: str, *, tls: ClientTls | None = None, keepalive_time_ms: int = KEEPALIVE_TIME_MS
+) -> grpc.Channel:
     """The same for threads without an event loop."""
-    return grpc.insecure_channel(address, options=_channel_options(keepalive_time_ms))
+    options = _channel_options(keepalive_time_ms)
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, _channel_credentials(tls), options=options + _server_name(tls))
+
+
+def _channel_credentials(client: ClientTls) -> grpc.ChannelCredentials:
+    files = read_client(client)
+    return grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
+
+
+def _server_name(client: ClientTls) -> list[tuple[str, int | str]]:
+    return [("grpc.ssl_target_name_override", client.server_name)] if client.server_name else []
 
 
 # --- servers ---
@@ -286,11 +354,33 @@ class RpcServer:
     name tells *ready* (NOT_SERVING until ``set_ready(True)``).
     """
 
-    def __init__(self, name: str, *, keepalive_time_ms: int = KEEPALIVE_TIME_MS) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        tls: ServerTls | None = None,
+        tenant_of: TenantOf | None = None,
+        open_methods: Collection[str] = (),
+        keepalive_time_ms: int = KEEPALIVE_TIME_MS,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            tls: None: plain text. Else renewed files are used from the next connection on.
+            tenant_of: tells the tenant of each call from (its ``authorization`` or None, its ``x-tenant`` or ""), or
+                raises; its message is not even read then. None: callers name their tenant as they like.
+            open_methods: full names ("/package.Service/Method") or beginnings of them that need no token; those of
+                health and reflection never do.
+
+        Raises:
+            ConfigError: TLS_*: see protos/tls.py.
+        """
         self.name = name
-        self._server = grpc.aio.server(
-            interceptors=[_ErrorInterceptor(name)], options=_server_options(keepalive_time_ms)
-        )
+        self.certificate = ServerCertificate(tls, name) if tls is not None else None
+        interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor(name)]
+        if tenant_of is not None:
+            interceptors.insert(0, _TenantInterceptor(tenant_of, (*_OPEN_METHODS, *open_methods)))
+        self._server = grpc.aio.server(interceptors=interceptors, options=_server_options(keepalive_time_ms))
         self._health = health_aio.HealthServicer()
         self._services: list[str] = []
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -318,7 +408,10 @@ class RpcServer:
             self._server,
         )
         try:
-            port = self._server.add_insecure_port(address)
+            if self.certificate is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, _server_credentials(self.certificate))
         except RuntimeError as failure:
             raise errors.ConfigError(
                 f"{self.name} cannot listen on {address}", reason="PORT_IN_USE", given=address, hint=str(failure)
@@ -343,6 +436,26 @@ class RpcServer:
     async def wait(self) -> None:
         """Until stop() is through."""
         await self._server.wait_for_termination()
+
+
+def _server_credentials(certificate: ServerCertificate) -> grpc.ServerCredentials:
+    given = certificate.current()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given  # gRPC calls this in each handshake, on a thread of its own
+        files = certificate.current()
+        if files is given:
+            return None
+        given = files
+        return _configuration(files)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(given), renewed, require_client_authentication=given.client_ca is not None
+    )
+
+
+def _configuration(files: ServerFiles) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(files.key, files.cert)], root_certificates=files.client_ca)
 
 
 def check_free(address: str) -> None:
@@ -387,6 +500,42 @@ _BIND_FAILURES = {
     ),
     errno.EACCES: ("PORT_NOT_ALLOWED", "choose a port from 1024 on: those below are the administrator's"),
 }
+
+
+TenantOf = Callable[[str | None, str], str]
+_OPEN_METHODS = (
+    "/grpc.health.v1.Health/",
+    "/grpc.reflection.",
+)  # probes and tools have no tokens, and learn no secrets
+
+
+class _TenantInterceptor(grpc.aio.ServerInterceptor):
+    """Lets in calls whose tenant is known, before their messages are read."""
+
+    def __init__(self, tenant_of: TenantOf, open_methods: tuple[str, ...]) -> None:
+        self._tenant_of = tenant_of
+        self._open_methods = open_methods
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        if not str(details.method).startswith(self._open_methods):
+            try:
+                sent = _text_metadata(details.invocation_metadata)
+                _TENANT.set(self._tenant_of(_only("authorization", sent), _only("x-tenant", sent) or ""))
+            except TailpackError as refused:
+                return _refusal(refused)
+        return await continuation(details)
+
+
+def _refusal(error: TailpackError) -> Any:
+    """A handler that ends a call of any kind with an error, and reads nothing."""
+    status = to_status(error)
+
+    async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(status.code, status.details, status.trailing_metadata)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -513,10 +662,26 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` on uvloop. One event loop a process: grpc.aio does not support several."""
+    """``asyncio.run`` on uvloop, with as many descriptors as are allowed. One event loop a process: grpc.aio does not
+    support several.
+    """
+    raise_descriptor_limit()
     try:
         import uvloop
     except ImportError:  # not built for this platform: asyncio's own loop does the same, slower
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
+
+
+def raise_descriptor_limit() -> None:
+    """A connection is a descriptor, and shells allow 1,024 by default. Processes started from here on have them too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _descriptor_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
