@@ -65,6 +65,7 @@ class Admission:
         self._max_request_bytes = max_request_bytes
         self._runs_elsewhere = runs_elsewhere
         self._cancels: dict[str, Callable[[], None]] = {}
+        self._entered_ns: dict[str, int] = {}  # of the same; the oldest first
         self._num_waiting = 0  # for their ids to be free; not in _cancels yet
         self._idle = asyncio.Event()
         self._idle.set()
@@ -72,6 +73,12 @@ class Admission:
     @property
     def num_in_flight(self) -> int:
         return len(self._cancels)
+
+    @property
+    def oldest_age_s(self) -> float:
+        """Of the request that is longest in flight, in seconds; 0 where none is."""
+        oldest_ns = next(iter(self._entered_ns.values()), None)
+        return 0.0 if oldest_ns is None else (time.monotonic_ns() - oldest_ns) / 1e9
 
     async def enter(self, call: Call, cancel: Callable[[], None]) -> None:
         """Takes a request in, until leave(). Waits, at most ID_FREE_S, for an aborted one of its id to be gone.
@@ -107,11 +114,12 @@ class Admission:
         if wanted in self._cancels or self._runs_elsewhere(wanted):
             raise AlreadyExists("a request with this id is running", reason="DUPLICATE_REQUEST", given=call.request_id)
         self._cancels[wanted] = cancel
+        self._entered_ns[wanted] = time.monotonic_ns()
         self._idle.clear()
 
     def leave(self, call: Call) -> None:
         """The request has ended."""
-        del self._cancels[call.sequence_id]
+        del self._cancels[call.sequence_id], self._entered_ns[call.sequence_id]
         if not self._cancels:
             self._idle.set()
 

@@ -7,12 +7,13 @@ slow reader gets fewer and larger chunks.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 from protos import router_pb2, rpc, types_pb2, worker_pb2
 from protos.errors import CapacityError, InternalError, TailpackError
+from protos.histogram import Histogram
 from router.detokenizer import Detokenizer
+from router.metrics import TokenPace
 from router.stop_strings import StopStringFilter
 
 MAX_PENDING_BYTES = 4 << 20
@@ -36,11 +37,17 @@ class Relay:
         detokenizer: Detokenizer,
         stop_strings: Sequence[str],
         abort: Callable[[], None],
+        itl: Histogram,
     ) -> None:
-        """abort: tells the worker to end the sequence (a stop string, a cancel, a broken answer)."""
+        """
+        Args:
+            abort: tells the worker to end the sequence (a stop string, a cancel, a broken answer).
+            itl: where the gaps between tokens are counted.
+        """
         self.num_tokens = 0  # accepted from the worker; those behind a stop string are not
         self.ended = False  # nothing more will come from the worker
-        self.first_token_ns: int | None = None  # time.monotonic_ns
+        self.pace = TokenPace(itl)
+        self.last_output: worker_pb2.SequenceOutput | None = None  # the worker's last word: usage, timings
         self._request_id = request_id
         self._worker_id = worker_id
         self._num_prompt_tokens = num_prompt_tokens
@@ -58,7 +65,6 @@ class Relay:
             None  # loop time; set when the answer is complete but for the worker's last word
         )
         self._error: TailpackError | None = None
-        self._last_output: worker_pb2.SequenceOutput | None = None
         self._last_chunk_taken = False
 
     # --- the worker's side ---
@@ -96,9 +102,9 @@ class Relay:
         if logprobs and len(logprobs) != len(token_ids):
             self._break("log-probabilities that do not match the tokens", len(logprobs), len(token_ids))
             return
-        if self.first_token_ns is None:
-            self.first_token_ns = time.monotonic_ns()
+        if self.pace.first_ns is None:
             self._chunk.seed = output.seed
+        self.pace.came(len(token_ids))
         if not self._token_by_token:
             self._take(token_ids, logprobs, self._detokenizer.push(token_ids))
             return
@@ -147,7 +153,7 @@ class Relay:
                 self._break("an end that does not fit the tokens", output.usage.output_tokens, self.num_tokens)
                 return
             self._reason = output.finish_reason
-        self._last_output = output
+        self.last_output = output
         self._end_text()
         self.ended = True
 
@@ -207,9 +213,9 @@ class Relay:
         chunk.finish_reason = self._reason
         chunk.usage.prompt_tokens = self._num_prompt_tokens
         chunk.usage.output_tokens = self.num_tokens
-        if self._last_output is not None:
-            chunk.usage.cached_prompt_tokens = self._last_output.usage.cached_prompt_tokens
-            chunk.usage.prefix_exact = self._last_output.usage.prefix_exact
-            chunk.timings.CopyFrom(self._last_output.timings)
+        if self.last_output is not None:
+            chunk.usage.cached_prompt_tokens = self.last_output.usage.cached_prompt_tokens
+            chunk.usage.prefix_exact = self.last_output.usage.prefix_exact
+            chunk.timings.CopyFrom(self.last_output.timings)
         if self._reason == types_pb2.FINISH_REASON_STOP_STRING:
             chunk.stop_string = self._stops.matched or ""

@@ -30,6 +30,7 @@ from protos.errors import (
 from router import policy
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES, Admission, Call, sequence_id
 from router.detokenizer import Detokenizer
+from router.metrics import RequestMetrics, histogram_message
 from router.registry import Registry, TokenizerFacts, WorkerLink
 from router.relay import Relay
 from router.tokenizer import Tokenizer
@@ -81,6 +82,7 @@ class Requests:
         self.router_id = router_id or f"router-{incarnation[:8]}"
         self.tokenizer = tokenizer
         self.counters = Counters()
+        self.metrics = RequestMetrics()
         self._on_ready = on_ready
         self._started_ns = time.monotonic_ns()
         facts = TokenizerFacts(tokenizer.digest, tokenizer.vocab_size)
@@ -131,6 +133,8 @@ class Requests:
             router_id=self.router_id,
             uptime_ns=time.monotonic_ns() - self._started_ns,
             in_flight=self.admission.num_in_flight,
+            ttft=histogram_message(self.metrics.ttft),
+            itl=histogram_message(self.metrics.itl),
             **vars(self.counters),
         )
 
@@ -246,6 +250,7 @@ class Answer:
         self._model = model.name
         prompt = await self._tokenize(model)
         self._tokenized_ns = time.monotonic_ns()
+        requests.metrics.tokenize.observe((self._tokenized_ns - self._started_ns) / 1e9)
         self._num_prompt_tokens = len(prompt)
         check_fits(prompt, list(request.stop.stop_token_ids), model)
         submit = _submission(request, self.call, prompt, model, self._deadline_s)
@@ -311,6 +316,7 @@ class Answer:
             ),
             stop_strings=request.stop_strings,
             abort=lambda: link.abort(self.call.sequence_id),
+            itl=self._requests.metrics.itl,
         )
         link.submit(submit, relay, placement)
         self._link, self._relay = link, relay
@@ -341,26 +347,46 @@ class Answer:
         return "cancelled", "CLIENT_GONE"
 
     def _account(self, outcome: str, reason: str) -> None:
-        relay, counters = self._relay, self._requests.counters
-        num_tokens = relay.num_tokens if relay is not None else 0
+        """Counts the request, and logs its one line."""
+        relay, counters, metrics = self._relay, self._requests.counters, self._requests.metrics
         setattr(counters, outcome, getattr(counters, outcome) + 1)
-        if self._link is not None:
+        metrics.end(self.call.door, outcome, reason)
+        total_ns = time.monotonic_ns() - self._started_ns
+        metrics.duration.observe(total_ns / 1e9)
+        usage = timings = pace = None
+        num_tokens = 0
+        if relay is not None:
+            pace, num_tokens = relay.pace, relay.num_tokens
             counters.prompt_tokens += self._num_prompt_tokens
             counters.output_tokens += num_tokens
+            if pace.first_ns is not None:
+                metrics.ttft.observe((pace.first_ns - self._started_ns) / 1e9)
+            if relay.last_output is not None:
+                usage, timings = relay.last_output.usage, relay.last_output.timings
+                if num_tokens:
+                    metrics.reused(usage.cached_prompt_tokens, usage.prefix_exact)
         log.info(
             "request",
             request_id=self.call.request_id,
             tenant=self.call.tenant,
+            door=self.call.door,
             model=self._model,
             worker=self._link.worker_id if self._link is not None else None,
             outcome=outcome,
             reason=reason,
             prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=usage.cached_prompt_tokens if usage else None,
+            prefix_exact=usage.prefix_exact if usage else None,
             output_tokens=num_tokens,
             retries=self._num_retries,
             tokenize_ms=_ms(self._started_ns, self._tokenized_ns),
-            ttft_ms=_ms(self._started_ns, relay.first_token_ns if relay is not None else None),
-            total_ms=_ms(self._started_ns, time.monotonic_ns()),
+            queue_ms=_ms(0, timings.queue_ns) if timings else None,
+            prefill_ms=_ms(0, timings.prefill_ns) if timings else None,
+            decode_ms=_ms(0, timings.decode_ns) if timings else None,
+            ttft_ms=_ms(self._started_ns, pace.first_ns if pace else None),
+            itl_mean_ms=_ms(0, pace.mean_gap_ns(num_tokens)) if pace else None,
+            itl_max_ms=_ms(0, pace.longest_gap_ns) if pace and num_tokens > 1 else None,
+            total_ms=_ms(0, total_ns),
             traceparent=self.call.traceparent or None,
         )
 

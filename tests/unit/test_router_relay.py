@@ -6,6 +6,7 @@ import pytest
 
 from protos import types_pb2, worker_pb2
 from protos.errors import InternalError, WorkerLost
+from protos.histogram import STEP_BOUNDS_S, Histogram
 from router import relay as relay_module
 from router.detokenizer import Detokenizer, TokenBytes
 from router.relay import Relay
@@ -23,6 +24,7 @@ def make(*stop_strings: str) -> tuple[Relay, list[str]]:
         detokenizer=Detokenizer(TOKENS),
         stop_strings=stop_strings,
         abort=lambda: asked.append("abort"),
+        itl=Histogram(STEP_BOUNDS_S),
     )
     return made, asked
 
