@@ -43,11 +43,11 @@ KEEPALIVE_TIMEOUT_MS = 5_000
 CONNECT_TIMEOUT_MS = 5_000
 MAX_RECONNECT_BACKOFF_MS = 2_000
 HANDSHAKE_TIMEOUT_MS = 10_000
-"""From accepting a connection to its first frame, TLS included: sockets that connect and say nothing are closed then."""
+"""From accepting a connection to its first frame, TLS included; sockets that say nothing are closed then."""
 MAX_CONNECTIONS = 4096
 MAX_STREAMS = 5000
-"""Calls at one time on one connection. Above a router's most requests in flight: it then refuses by name, where a client
-waits in silence for a stream."""
+"""Calls at one time on one connection. Above a router's most requests in flight: it then refuses by name, where a
+client waits in silence for a stream."""
 MAX_METADATA_BYTES = 16 << 10
 MAX_DESCRIPTORS = 1 << 16
 ERROR_DOMAIN = "tailpack"
@@ -79,7 +79,7 @@ def _server_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
         ("grpc.http2.min_ping_interval_without_data_ms", keepalive_time_ms // 2),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        # Half of the descriptors at most: a crowd at the door must not keep us from opening a file or reaching a worker.
+        # Half of the descriptors at most: a crowd at the door must not keep us from a file or from a worker.
         ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, _descriptor_limit() // 2)),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
     ]
@@ -244,19 +244,25 @@ class CallMetadata:
     traceparent: str = ""
 
 
-# The tenant that a token has proved, for the rest of this call's task. Set by _TenantInterceptor, read by call_metadata.
+# The tenant that a token has proved, for the rest of this call's task: from _TenantInterceptor to call_metadata.
 _TENANT: ContextVar[str | None] = ContextVar("tenant", default=None)
 
 
 def call_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> CallMetadata:
+    """read_metadata of a call; where the server knows callers by their tokens, the tenant is the token's."""
+    return read_metadata(_text_metadata(context.invocation_metadata()), _TENANT.get())
+
+
+def read_metadata(sent: list[tuple[str, str]], proved_tenant: str | None = None) -> CallMetadata:
     """Reads x-request-id (made up when absent), x-tenant and traceparent (ignored when malformed, as W3C asks).
 
-    Where the server knows callers by their tokens, the tenant is the token's.
+    Args:
+        sent: pairs of lower-case name and value; HTTP headers do as well.
+        proved_tenant: whose token the caller has shown; what it says of itself counts only where this is None.
 
     Raises:
         InvalidRequest: an id or tenant is not 1 to 128 of ``A-Z a-z 0-9 . _ : -``, or is there twice.
     """
-    sent = _text_metadata(context.invocation_metadata())
     pairs = {key: _only(key, sent) or "" for key in ("x-request-id", "x-tenant")}
     for key, value in pairs.items():
         if value and not _TOKEN.match(value):
@@ -264,10 +270,9 @@ def call_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> CallMetadata:
                 f"metadata {key} is malformed", given=repr(value[:64]), allowed="1 to 128 of A-Z a-z 0-9 . _ : -"
             )
     traceparent = dict(sent).get("traceparent", "")
-    proved = _TENANT.get()
     return CallMetadata(
         request_id=pairs["x-request-id"] or new_request_id(),
-        tenant=pairs["x-tenant"] if proved is None else proved,
+        tenant=pairs["x-tenant"] if proved_tenant is None else proved_tenant,
         traceparent=traceparent if _TRACEPARENT.match(traceparent) else "",
     )
 
@@ -450,7 +455,9 @@ def _server_credentials(certificate: ServerCertificate) -> grpc.ServerCredential
         return _configuration(files)
 
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(given), renewed, require_client_authentication=given.client_ca is not None
+        _configuration(given),
+        renewed,  # type: ignore[arg-type]  # the stubs do not know None: as before
+        require_client_authentication=given.client_ca is not None,
     )
 
 
@@ -503,10 +510,8 @@ _BIND_FAILURES = {
 
 
 TenantOf = Callable[[str | None, str], str]
-_OPEN_METHODS = (
-    "/grpc.health.v1.Health/",
-    "/grpc.reflection.",
-)  # probes and tools have no tokens, and learn no secrets
+# Probes have no tokens, and what these tell is public.
+_OPEN_METHODS = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
 
 class _TenantInterceptor(grpc.aio.ServerInterceptor):
