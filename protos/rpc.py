@@ -165,6 +165,12 @@ def error_from(failure: grpc.RpcError) -> TailpackError:
     return _rebuilt(kind, message, reason, metadata, retry_after_ms)
 
 
+def is_ours(failure: grpc.RpcError) -> bool:
+    """Whether a service of ours ended the call and says why; else the connection failed, or a stopping server cut it."""
+    info = error_details_pb2.ErrorInfo()
+    return any(detail.Unpack(info) and info.domain == ERROR_DOMAIN for detail in _rich_details(failure))
+
+
 def to_detail(error: TailpackError) -> worker_pb2.ErrorDetail:
     """The form in which an error travels inside a stream."""
     return worker_pb2.ErrorDetail(
