@@ -66,6 +66,7 @@ def router_group() -> None:
     help="Bytes of all requests at one time; more are refused with a retry hint.",
 )
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log (default: JSON unless at a terminal).")
+@advanced_option("--log-prompts", is_flag=True, help="Log what callers send; without it no log has text of prompts.")
 @advanced_option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
 def serve_command(
     listen: str,
@@ -74,6 +75,7 @@ def serve_command(
     drain_s: float,
     max_in_flight: int,
     max_request_bytes: int,
+    log_prompts: bool,
     log_json: bool | None,
     log_level: str,
 ) -> None:
@@ -82,7 +84,7 @@ def serve_command(
     Prints one JSON line on stdout when it listens; logs go to stderr. SIGTERM or Ctrl-C drains, a second one ends it.
     """
     logs.configure("router", log_json, log_level)
-    config = RouterConfig(listen, workers, model_dir, drain_s, max_in_flight, max_request_bytes)
+    config = RouterConfig(listen, workers, model_dir, drain_s, max_in_flight, max_request_bytes, log_prompts)
 
     def listening(address: str) -> None:
         click.echo(json.dumps({"ready": True, "address": address}))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, StateSetMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from protos import router_pb2
@@ -157,8 +157,10 @@ class RouterCollector(LazyCollector):
 
     def _workers(self) -> Iterable[Metric]:
         """What a lost worker last said of itself is not shown: it is not so any more."""
-        state = StateSetMetricFamily(
-            "tailpack_router_worker_state", "How this router sees a worker.", labels=["worker", "address"]
+        state = GaugeMetricFamily(
+            "tailpack_router_worker_state",
+            "1: how this router sees a worker; 0: how it does not.",
+            labels=["worker", "address", "state"],
         )
         in_flight = GaugeMetricFamily(
             "tailpack_router_worker_in_flight", "Requests this router has there.", labels=["worker"]
@@ -167,7 +169,8 @@ class RouterCollector(LazyCollector):
             "tailpack_router_stray_outputs", "About sequences that nobody here knows; stays 0.", labels=["worker"]
         )
         for link in list(self._requests.registry.links.values()):
-            state.add_metric([link.worker_id, link.address], {each: each == link.state for each in WORKER_STATES})
+            for each in WORKER_STATES:
+                state.add_metric([link.worker_id, link.address, each], float(each == link.state))
             stray.add_metric([link.worker_id], link.num_stray_outputs)
             if link.state in _LIVE:
                 in_flight.add_metric([link.worker_id], link.own.num_sequences)

@@ -31,6 +31,7 @@ from router import policy
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES, Admission, Call, sequence_id
 from router.detokenizer import Detokenizer
 from router.metrics import RequestMetrics, histogram_message
+from router.prompt_log import prompt_text
 from router.registry import Registry, TokenizerFacts, WorkerLink
 from router.relay import Relay
 from router.tokenizer import Tokenizer
@@ -69,6 +70,7 @@ class Requests:
         router_id: str | None = None,
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
+        log_prompts: bool = False,
         on_ready: Callable[[bool], None] = lambda ready: None,
     ) -> None:
         """Starts nothing yet.
@@ -76,6 +78,7 @@ class Requests:
         Args:
             addresses: of the workers.
             max_in_flight, max_request_bytes: of all requests in flight; more are refused with a retry hint.
+            log_prompts: a request's line in the log has its prompt.
             on_ready: told whenever a worker comes or goes, whether any is ready.
         """
         incarnation = rpc.new_request_id().removeprefix("req-")
@@ -83,6 +86,7 @@ class Requests:
         self.tokenizer = tokenizer
         self.counters = Counters()
         self.metrics = RequestMetrics()
+        self.log_prompts = log_prompts
         self._on_ready = on_ready
         self._started_ns = time.monotonic_ns()
         facts = TokenizerFacts(tokenizer.digest, tokenizer.vocab_size)
@@ -388,6 +392,7 @@ class Answer:
             itl_max_ms=_ms(0, pace.longest_gap_ns) if pace and num_tokens > 1 else None,
             total_ms=_ms(0, total_ns),
             traceparent=self.call.traceparent or None,
+            **({"prompt": prompt_text(self._request)} if self._requests.log_prompts else {}),
         )
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import structlog
 
 from protos import router_pb2_grpc, rpc
+from protos.metrics import EventLoopProbe, ProcessMetrics, exported
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
+from router.metrics import RouterCollector
 from router.requests import Requests
 from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
@@ -22,7 +24,10 @@ log = structlog.get_logger("router")
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """listen: host:port, port 0 takes a free one. drain_s: how long running streams may go on after SIGTERM."""
+    """listen: host:port, port 0 takes a free one. drain_s: how long running streams may go on after SIGTERM.
+
+    log_prompts: a request's line in the log has its prompt as well.
+    """
 
     listen: str
     workers: tuple[str, ...]
@@ -30,6 +35,7 @@ class RouterConfig:
     drain_s: float = 60.0
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
+    log_prompts: bool = False
 
 
 async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
@@ -55,23 +61,27 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         list(config.workers),
         max_in_flight=config.max_in_flight,
         max_request_bytes=config.max_request_bytes,
+        log_prompts=config.log_prompts,
         on_ready=on_ready,
     )
     server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
     stop, stop_now = _watch_signals()
     address = await server.start(config.listen)
     requests.start()
-    health = asyncio.create_task(_mirror_health(server, ready, not_ready))
-    listening(address)
+    probe = EventLoopProbe()
+    tasks = [asyncio.create_task(_mirror_health(server, ready, not_ready)), asyncio.create_task(probe.run())]
     try:
-        await stop.wait()
-        health.cancel()
-        await server.set_ready(False)
-        log.info("draining", in_flight=requests.admission.num_in_flight, grace_s=config.drain_s)
-        await _first(requests.drain(config.drain_s), stop_now.wait())
-        log.info("stopping", in_flight=requests.admission.num_in_flight)
+        with exported(ProcessMetrics("router", probe), RouterCollector(requests)):
+            listening(address)
+            await stop.wait()
+            tasks[0].cancel()
+            await server.set_ready(False)
+            log.info("draining", in_flight=requests.admission.num_in_flight, grace_s=config.drain_s)
+            await _first(requests.drain(config.drain_s), stop_now.wait())
+            log.info("stopping", in_flight=requests.admission.num_in_flight)
     finally:
-        health.cancel()
+        for task in tasks:
+            task.cancel()
         await server.stop(0.0)
         await requests.close()
 
