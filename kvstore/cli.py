@@ -15,6 +15,7 @@ from kvstore import client
 from kvstore.server import SOCKET_NAME, serve
 from protos import kvstore_pb2, logs, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
+from protos.metrics import OFF
 
 
 @click.group("kvstore")
@@ -32,18 +33,21 @@ def kvstore_group() -> None:
 @click.option(
     "--memory-limit", type=click.IntRange(min=1), metavar="BYTES", help="Most memory for all arenas together."
 )
+@advanced_option(
+    "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="Where Prometheus finds /metrics, or none."
+)
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log; default: text at a terminal, else JSON.")
-def serve_command(socket_dir: Path, memory_limit: int | None, log_json: bool | None) -> None:
+def serve_command(socket_dir: Path, memory_limit: int | None, metrics: str, log_json: bool | None) -> None:
     """Run a store until SIGTERM or Ctrl-C.
 
     Prints one JSON line on stdout when it is ready.
     """
     logs.configure("kvstore", log_json)
 
-    def ready(address: str) -> None:
-        print(json.dumps({"ready": True, "socket": address}), flush=True)
+    def ready(address: str, metrics_url: str | None) -> None:
+        print(json.dumps({"ready": True, "socket": address, "metrics": metrics_url}), flush=True)
 
-    rpc.run(serve(socket_dir, memory_limit=memory_limit, on_ready=ready))
+    rpc.run(serve(socket_dir, memory_limit=memory_limit, on_ready=ready, metrics=metrics))
 
 
 @kvstore_group.command("stats", cls=HelpAllCommand)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
 import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from kvstore.service import KvStoreService
 from protos import kvstore_pb2
 from protos.metrics import LazyCollector
 
@@ -26,21 +27,14 @@ class KvStoreMetrics(LazyCollector):
     ``tailpack_event_loop_silent_seconds``, which says why.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        stats: Callable[[], Awaitable[kvstore_pb2.KvStatsResponse]],
-        num_problems: Callable[[str], int],
-    ) -> None:
-        """num_problems: of a device, what the integrity check has found."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, service: KvStoreService) -> None:
         self._loop = loop
-        self._stats = stats
-        self._num_problems = num_problems
+        self._service = service
 
     def collect(self) -> Iterable[Metric]:
         async def ask() -> tuple[kvstore_pb2.KvStatsResponse, dict[str, int]]:
-            stats = await self._stats()
-            return stats, {device.device: self._num_problems(device.device) for device in stats.devices}
+            stats = self._service.stats()
+            return stats, {device.device: self._service.num_problems(device.device) for device in stats.devices}
 
         asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
         try:

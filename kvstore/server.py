@@ -16,9 +16,11 @@ from typing import Any
 import structlog
 
 from kvstore.fd_server import FdServer
+from kvstore.metrics import KvStoreMetrics
 from kvstore.service import KvStoreService
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos.errors import ConfigError, InternalError
+from protos.metrics import OFF, serving_metrics
 from protos.rpc import RpcServer
 
 log = structlog.get_logger("kvstore")
@@ -30,16 +32,19 @@ STOP_GRACE_S = 1.0
 MOST_DESCRIPTORS = 1 << 16  # a GPU's memory is a descriptor a GiB; the customary limit of 1,024 is too low for 8 GPUs
 
 
-async def serve(socket_dir: Path, *, memory_limit: int | None, on_ready: Callable[[str], None]) -> None:
+async def serve(
+    socket_dir: Path, *, memory_limit: int | None, on_ready: Callable[[str, str | None], None], metrics: str = OFF
+) -> None:
     """Serves until SIGTERM or SIGINT; then tells the workers, stops, and removes its sockets.
 
     Args:
         socket_dir: made when missing, readable by this user only.
         memory_limit: bytes for all devices together, or None.
-        on_ready: called with the address once calls are answered.
+        on_ready: called once calls are answered, with the address and, if there is one, the URL of the metrics.
+        metrics: host:port of the page for Prometheus, or OFF.
 
     Raises:
-        ConfigError: SOCKET_IN_USE, SOCKET_PATH_TOO_LONG, or the folder cannot be used.
+        ConfigError: SOCKET_IN_USE, SOCKET_PATH_TOO_LONG, or the folder cannot be used; PORT_IN_USE, BAD_ADDRESS.
         InternalError: an invariant broke.
     """
     socket_dir = socket_dir.absolute()
@@ -54,26 +59,28 @@ async def serve(socket_dir: Path, *, memory_limit: int | None, on_ready: Callabl
         stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, _resolve, stop, signal.Signals(signum).name)
-        await fd_server.start()
-        try:
-            address = await server.start(f"unix:{socket_dir / SOCKET_NAME}")
-            await server.set_ready(True)
-            log.info("ready", socket=address, pid=os.getpid(), memory_limit=memory_limit)
-            on_ready(address)
-            failed = asyncio.create_task(service.failed.wait())
-            checks = asyncio.create_task(service.check_when_idle())
-            endings: set[asyncio.Future[Any]] = {stop, failed}
-            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-            why = f"the store got {stop.result()}" if stop.done() else "the store broke an invariant"
-            log.info("stopping", why=why)
-            service.revoke_all(why)
-            await server.stop(STOP_GRACE_S)
-            failed.cancel()
-            checks.cancel()
-            await asyncio.gather(failed, checks, return_exceptions=True)
-        finally:
-            await fd_server.stop()
-            service.close()
+        numbers = KvStoreMetrics(asyncio.get_running_loop(), service)
+        async with serving_metrics("kvstore", metrics, numbers) as url:
+            await fd_server.start()
+            try:
+                address = await server.start(f"unix:{socket_dir / SOCKET_NAME}")
+                await server.set_ready(True)
+                log.info("ready", socket=address, pid=os.getpid(), memory_limit=memory_limit, metrics=url)
+                on_ready(address, url)
+                failed = asyncio.create_task(service.failed.wait())
+                checks = asyncio.create_task(service.check_when_idle())
+                endings: set[asyncio.Future[Any]] = {stop, failed}
+                await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+                why = f"the store got {stop.result()}" if stop.done() else "the store broke an invariant"
+                log.info("stopping", why=why)
+                service.revoke_all(why)
+                await server.stop(STOP_GRACE_S)
+                failed.cancel()
+                checks.cancel()
+                await asyncio.gather(failed, checks, return_exceptions=True)
+            finally:
+                await fd_server.stop()
+                service.close()
         if service.failed.is_set():
             raise InternalError("the store broke an invariant and stopped; its log says which")
 

@@ -419,6 +419,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                         self._problems[name].append(problem)
                         log.error("integrity problem", device=name, problem=problem)
 
+    def num_problems(self, device: str) -> int:
+        """What the idle check has found on a device."""
+        return len(self._problems.get(device, ()))
+
     async def Watch(
         self, request: kvstore_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[kvstore_pb2.WatchResponse]:
@@ -451,6 +455,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             started = True
 
     async def Stats(self, request: kvstore_pb2.KvStatsRequest, context: Context) -> kvstore_pb2.KvStatsResponse:
+        return self.stats()
+
+    def stats(self) -> kvstore_pb2.KvStatsResponse:
+        """Event loop only."""
         devices = []
         for name, device in sorted(self._devices.items()):
             stats = device.stats()

@@ -14,12 +14,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import structlog
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
@@ -181,7 +182,7 @@ class MetricsServer:
         rpc.check_free(address)
         host, _, port = address.rpartition(":")
         family, *_, bind_to = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        self._socket = socket.create_server(bind_to[:2], family=family, backlog=MAX_CONNECTIONS)  # type: ignore[arg-type]
+        self._socket = socket.create_server(bind_to[:2], family=family, backlog=MAX_CONNECTIONS)
         self._thread.start()
         scheme = "https" if self._tls else "http"
         return f"{scheme}://{host}:{self._socket.getsockname()[1]}{PATH}"
@@ -255,3 +256,38 @@ class MetricsServer:
             f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         return answer.encode() + (b"" if method == "HEAD" else body)
+
+
+@asynccontextmanager
+async def serving_metrics(
+    component: str, address: str, *collectors: Collector, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[str | None]:
+    """Serves a process's metrics inside, for processes that have no other HTTP door.
+
+    Args:
+        component: "worker" or "kvstore".
+        address: host:port, or OFF.
+        collectors: beside what all processes have.
+
+    Yields:
+        The page's URL; None: it is off.
+
+    Raises:
+        ConfigError: what MetricsServer.start raises.
+    """
+    if address == OFF:
+        yield None
+        return
+    registry = CollectorRegistry(auto_describe=False)
+    for standard in (ProcessCollector, PlatformCollector, GCCollector):
+        standard(registry=registry)
+    probe = EventLoopProbe()
+    server = MetricsServer(partial(metrics_page, registry=registry), tls=tls)
+    with exported(ProcessMetrics(component, probe), *collectors, registry=registry):
+        try:
+            url = server.start(address)
+            probing = asyncio.create_task(probe.run())
+            yield url
+            probing.cancel()
+        finally:
+            await asyncio.to_thread(server.stop)

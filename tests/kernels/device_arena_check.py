@@ -115,7 +115,7 @@ class Process:
 
 def store(folder: str) -> None:
     logs.configure("kvstore")
-    asyncio.run(serve(Path(folder), memory_limit=None, on_ready=lambda address: _say(ready=address)))
+    asyncio.run(serve(Path(folder), memory_limit=None, on_ready=lambda address, _metrics: _say(ready=address)))
 
 
 class Memory(DeviceMemory):
