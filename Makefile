@@ -20,17 +20,13 @@ help: ## what there is
 demo: $(VENV)/.demo ## bring a cluster up, stream answers, show a table, stop everything
 	@$(PY) -m protos.cli demo
 
-# The kernels' tests use one core and start nothing, the others wait for servers much of the time: side by side they take
-# little longer than either alone.
+# Two processes: much of the time tests wait for servers. Files stay whole, and those that share the cluster together.
+TEST_PROCESSES ?= 2
 test: $(VENV)/.dev ## every test that needs no GPU
 ifdef PYTEST_ARGS
 	@$(PY) -m pytest $(PYTEST_ARGS)
 else
-	@log=$$(mktemp); $(PY) -m pytest tests/kernels >$$log 2>&1 & kernels=$$!; \
-	trap 'kill $$kernels 2>/dev/null; rm -f $$log' EXIT; \
-	echo "== the tests of the kernels run beside these; what they say comes last"; \
-	$(PY) -m pytest tests --ignore=tests/kernels; others=$$?; \
-	wait $$kernels; status=$$?; echo "== tests/kernels"; cat $$log; exit $$((others | status))
+	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadgroup tests
 endif
 
 check: $(VENV)/.dev ## formatting, lint, types, import rules
