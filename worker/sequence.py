@@ -95,6 +95,7 @@ class Request:
     deadline_unix_ns: int = 0
     traceparent: str = ""
     reuse: types_pb2.PrefixReuse.ValueType = types_pb2.PREFIX_REUSE_DEFAULT
+    resumable: worker_pb2.Resumable | None = None  # kept in the control block with the rest; the engine does not look
 
     @staticmethod
     def from_proto(message: worker_pb2.Submit, owner: str) -> Request:
@@ -109,6 +110,7 @@ class Request:
             deadline_unix_ns=message.deadline_unix_ns,
             traceparent=message.traceparent,
             reuse=message.prefix_reuse,
+            resumable=message.resumable if message.HasField("resumable") else None,
         )
 
     def to_proto(self) -> worker_pb2.Submit:
@@ -122,6 +124,7 @@ class Request:
             deadline_unix_ns=self.deadline_unix_ns,
             traceparent=self.traceparent,
             prefix_reuse=self.reuse,
+            resumable=self.resumable,
         )
 
     def frozen(self) -> bytes:

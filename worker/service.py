@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import structlog
 
 from protos import rpc, types_pb2, worker_pb2, worker_pb2_grpc
-from protos.errors import InvalidRequest, TailpackError, Unavailable
+from protos.errors import AlreadyExists, CapacityError, InvalidRequest, NotFound, TailpackError, Unavailable
 from worker.engine import Engine
+from worker.resumable import duplicate
 from worker.sequence import Request
 from worker.sessions import RouterSession, Sessions
 
@@ -23,7 +25,7 @@ SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Sessions, Abort and Info over one engine. ``memory`` says what the worker takes."""
+    """Sessions, Abort, Find and Info over one engine. ``memory`` says what the worker takes."""
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         self._engine = engine
         self._sessions = sessions
+        self._answers = sessions.answers
         self._info = info
         self._memory = memory
         self._draining: str | None = None
@@ -61,7 +64,24 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 log.info("router disconnected", router=hello.router_id, owner=session.owner)
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
+        answer = self._answers.find(request.request_id, request.tenant)
+        if answer is not None:
+            self._answers.cancel(answer)
+            return worker_pb2.AbortResponse(found=True)
         return worker_pb2.AbortResponse(found=self._engine.abort(request.request_id, tenant=request.tenant))
+
+    async def Find(self, request: worker_pb2.FindRequest, context: Any) -> worker_pb2.FindResponse:
+        answer = self._answers.find(request.request_id, request.tenant)
+        if answer is None:
+            return worker_pb2.FindResponse()
+        return worker_pb2.FindResponse(
+            found=True,
+            request_digest=answer.submit.resumable.request_digest,
+            caller_request=answer.submit.resumable.caller_request,
+            prompt_tokens=answer.num_prompt_tokens,
+            output_tokens=len(answer.token_ids),
+            ended=answer.last is not None,
+        )
 
     async def Info(self, request: worker_pb2.InfoRequest, context: Any) -> worker_pb2.InfoResponse:
         memory = self._memory() if request.with_memory else None
@@ -76,8 +96,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     case "submit":
                         await self._submit(message.submit, session)
                     case "abort":
-                        # Only its own: another router may have been faster with the same id.
-                        self._engine.abort(message.abort.request_id, owner=session.owner)
+                        self._abort(message.abort, session)
+                    case "resume":
+                        self._resume(message.resume, session)
+                    case "more":
+                        if subscription := session.subscriptions.get(message.more.subscription_id):
+                            subscription.go_on()
+                    case "leave":
+                        session.leave(message.leave.subscription_id, delivered=message.leave.delivered)
                     case "hello":
                         raise InvalidRequest("a session says hello once", reason="HELLO_TWICE")
                     case _:
@@ -91,23 +117,66 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Hands a sequence to the engine. A large one is read on another thread, and what the session says next waits
         for it: an abort must not overtake its submit.
         """
+        resumable = submit.HasField("resumable")
+        owner = self._answers.new_owner() if resumable else session.owner
         if len(submit.prompt_token_ids) > LARGE_PROMPT_TOKENS and self._draining is None:
-            request = await asyncio.to_thread(Request.from_proto, submit, session.owner)
+            request = await asyncio.to_thread(Request.from_proto, submit, owner)
         else:
-            request = Request.from_proto(submit, session.owner)
-        if self._draining is None:
-            self._engine.submit(request)
+            request = Request.from_proto(submit, owner)
+        try:
+            if self._draining is not None:
+                raise Unavailable(
+                    "this worker takes no new sequences", reason="DRAINING", hint=self._draining, retry_after_ms=0
+                )
+            if resumable:
+                session.check_name(submit.request_id)
+                if not self._open(submit, owner, session):
+                    return
+            elif self._answers.holds(submit.request_id):
+                raise duplicate(submit.request_id)
+        except (AlreadyExists, CapacityError, InvalidRequest, Unavailable) as refusal:
+            session.add([_refused(submit.request_id, len(submit.emitted_token_ids), refusal)])
             return
-        error = Unavailable(
-            "this worker takes no new sequences", reason="DRAINING", hint=self._draining, retry_after_ms=0
-        )
-        refused = worker_pb2.SequenceOutput(
-            request_id=submit.request_id,
-            token_offset=len(submit.emitted_token_ids),
-            finish_reason=types_pb2.FINISH_REASON_ERROR,
-            error=rpc.to_detail(error),
-        )
-        session.add([refused])
+        try:
+            self._engine.submit(request)
+        except TailpackError:
+            if resumable:
+                self._answers.drop(owner)
+            raise
+
+    def _open(self, submit: worker_pb2.Submit, owner: str, session: RouterSession) -> bool:
+        """Subscribes the session to a resumable submission; whether the engine has yet to be told of it."""
+        abort = partial(self._engine.abort, submit.request_id, owner=owner)
+        subscription = self._answers.open(submit, owner, abort, session)
+        session.subscribed(subscription)
+        return subscription.answer.owner == owner
+
+    def _resume(self, resume: worker_pb2.Resume, session: RouterSession) -> None:
+        name = resume.subscription_id
+        session.check_name(name)
+        try:
+            session.subscribed(self._answers.resume(resume.request_id, resume.tenant, name, session))
+        except NotFound as unknown:
+            session.add([_refused(name, 0, unknown)])
+
+    def _abort(self, abort: worker_pb2.Abort, session: RouterSession) -> None:
+        subscription = session.subscriptions.get(abort.request_id)
+        if subscription is None:
+            # Only its own: another router may have been faster with the same id.
+            self._engine.abort(abort.request_id, owner=session.owner)
+        elif abort.complete:
+            self._answers.complete(subscription.answer)
+        else:
+            self._answers.cancel(subscription.answer)
+
+
+def _refused(request_id: str, token_offset: int, error: TailpackError) -> worker_pb2.SequenceOutput:
+    return worker_pb2.SequenceOutput(
+        request_id=request_id,
+        token_offset=token_offset,
+        finish_reason=types_pb2.FINISH_REASON_ERROR,
+        error=rpc.to_detail(error),
+    )
 
 
 async def _hello(messages: AsyncIterator[worker_pb2.RouterMessage]) -> worker_pb2.Hello:

@@ -100,6 +100,7 @@ async def serve(
         server = rpc.RpcServer("worker")
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, SERVICE)
         engine.start()
+        expiry = asyncio.create_task(sessions.expire_forever(), name="grace times")
         try:
             address = await server.start(listen)
             await server.set_ready(True)
@@ -108,13 +109,14 @@ async def serve(
             if not await _until_stopped(stop, broken):
                 await server.set_ready(False)
                 service.drain("the worker is stopping")
-                await _drained(engine, broken, drain_s)
+                await _drained(engine, sessions, broken, drain_s)
             if broken.done():
                 engine.stop_because(broken.result())  # sequences end by name; harmless when it is the engine's own
                 await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
             sessions.end()
             await server.stop(1.0)
         finally:
+            expiry.cancel()
             try:
                 await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
             except InternalError:  # it may still be writing
@@ -179,7 +181,7 @@ def _info(config: WorkerConfig, device: str, model: Model) -> types_pb2.WorkerIn
         geometry_digest=model.geometry.digest(),
         deterministic=config.deterministic,
         max_running=config.max_running,
-        features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse"],
+        features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse", "resume"],
     )
 
 
@@ -193,12 +195,12 @@ async def _until_stopped(stop: asyncio.Event, broken: asyncio.Future[TailpackErr
     return broken.done()
 
 
-async def _drained(engine: Engine, broken: asyncio.Future[TailpackError], limit_s: float) -> None:
-    """Waits until no sequence runs or waits, at most ``limit_s`` seconds."""
+async def _drained(engine: Engine, sessions: Sessions, broken: asyncio.Future[TailpackError], limit_s: float) -> None:
+    """Waits until no sequence runs or waits, and no kept answer waits for its caller; at most ``limit_s`` seconds."""
     deadline = asyncio.get_running_loop().time() + limit_s
-    while (load := engine.load()).num_running + load.num_waiting:
+    while (load := engine.load()).num_running + load.num_waiting + (owed := sessions.answers.num_owed):
         left_s = deadline - asyncio.get_running_loop().time()
         if left_s <= 0 or broken.done():
-            log.warning("sequences cut short", running=load.num_running, waiting=load.num_waiting)
+            log.warning("sequences cut short", running=load.num_running, waiting=load.num_waiting, kept_answers=owed)
             return
         await asyncio.sleep(min(0.05, left_s))

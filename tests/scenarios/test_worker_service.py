@@ -15,6 +15,7 @@ import pytest
 from protos import rpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.errors import CapacityError, InvalidRequest
 from worker import sessions as sessions_module
+from worker.resumable import Answers
 from worker.sequence import Load, Output, Request, StepResult
 from worker.service import SERVICE, WorkerService
 from worker.sessions import RouterSession, Sessions
@@ -300,7 +301,7 @@ def output(request_id: str, offset: int, *token_ids: int, finish: int = 0) -> wo
 
 
 async def test_steps_that_wait_are_merged_without_gap_or_overlap() -> None:
-    session = RouterSession("o", ScriptedEngine())  # type: ignore[arg-type]
+    session = RouterSession("o", ScriptedEngine(), Answers(lambda: 0.0))  # type: ignore[arg-type]
     for i in range(100):
         session.add([output("x", i, 1000 + i), output("y", 2 * i, i, i)])
     session.add([output("x", 100, 7, finish=types_pb2.FINISH_REASON_EOS)])
@@ -320,7 +321,7 @@ async def test_steps_that_wait_are_merged_without_gap_or_overlap() -> None:
 async def test_a_router_that_never_reads_is_ended_at_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "MAX_PENDING_TOKENS", 2000)
     engine = ScriptedEngine()
-    session = RouterSession("o", engine)  # type: ignore[arg-type]
+    session = RouterSession("o", engine, Answers(lambda: 0.0))  # type: ignore[arg-type]
     for i in range(900):
         session.add([output("x", i, i)])
     assert await session.next() is not None  # read in time: all is well
