@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from protos.errors import AlreadyExists, CapacityError, InvalidRequest, Unavailable
+from router.tenants import Tenants
 
 DEFAULT_MAX_IN_FLIGHT = 4096
 DEFAULT_MAX_REQUEST_BYTES = 512 << 20
@@ -56,14 +57,22 @@ class Admission:
     Args:
         max_in_flight, max_request_bytes: of all together; more are refused with a retry hint.
         runs_elsewhere: whether a worker has yet to confirm the end of a sequence of this id.
+        tenants: whose limits hold besides.
     """
 
-    def __init__(self, max_in_flight: int, max_request_bytes: int, runs_elsewhere: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        max_in_flight: int,
+        max_request_bytes: int,
+        runs_elsewhere: Callable[[str], bool],
+        tenants: Tenants,
+    ) -> None:
         self.draining = False
         self.held_bytes = 0
         self._max_in_flight = max_in_flight
         self._max_request_bytes = max_request_bytes
         self._runs_elsewhere = runs_elsewhere
+        self._tenants = tenants
         self._cancels: dict[str, Callable[[], None]] = {}
         self._entered_ns: dict[str, int] = {}  # of the same; the oldest first
         self._num_waiting = 0  # for their ids to be free; not in _cancels yet
@@ -87,8 +96,8 @@ class Admission:
             cancel: ends the request; what cancel() here calls.
 
         Raises:
-            Unavailable: DRAINING. CapacityError: TOO_MANY_REQUESTS. InvalidRequest: BAD_REQUEST_ID.
-            AlreadyExists: DUPLICATE_REQUEST.
+            Unavailable: DRAINING. CapacityError: TOO_MANY_REQUESTS, TENANT_LIMIT_REQUESTS, TENANT_LIMIT_TOKENS.
+            InvalidRequest: BAD_REQUEST_ID. AlreadyExists: DUPLICATE_REQUEST.
         """
         wanted = call.sequence_id
         await self._id_free(wanted)
@@ -113,6 +122,7 @@ class Admission:
             )
         if wanted in self._cancels or self._runs_elsewhere(wanted):
             raise AlreadyExists("a request with this id is running", reason="DUPLICATE_REQUEST", given=call.request_id)
+        self._tenants.enter(call.tenant)
         self._cancels[wanted] = cancel
         self._entered_ns[wanted] = time.monotonic_ns()
         self._idle.clear()
@@ -120,15 +130,16 @@ class Admission:
     def leave(self, call: Call) -> None:
         """The request has ended."""
         del self._cancels[call.sequence_id], self._entered_ns[call.sequence_id]
+        self._tenants.leave(call.tenant)
         if not self._cancels:
             self._idle.set()
 
     @contextmanager
-    def holding(self, num_bytes: int) -> Iterator[None]:
+    def holding(self, call: Call, num_bytes: int) -> Iterator[None]:
         """Counts a request's bytes for as long as its stream lives: gRPC keeps the request, as received and parsed.
 
         Raises:
-            CapacityError: TOO_MANY_REQUEST_BYTES.
+            CapacityError: TOO_MANY_REQUEST_BYTES, TENANT_LIMIT_BYTES.
         """
         if self.held_bytes + num_bytes > self._max_request_bytes:
             raise CapacityError(
@@ -138,11 +149,12 @@ class Admission:
                 allowed=f"{self._max_request_bytes} bytes",
                 retry_after_ms=1000,
             )
-        self.held_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self.held_bytes -= num_bytes
+        with self._tenants.holding(call.tenant, num_bytes):
+            self.held_bytes += num_bytes
+            try:
+                yield
+            finally:
+                self.held_bytes -= num_bytes
 
     def cancel(self, wanted: str) -> bool:
         """Ends a request of this router. False: it has none of this sequence id."""

@@ -16,6 +16,7 @@ import structlog
 
 from protos import router_pb2, rpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.errors import ModelError, PreconditionFailed, TailpackError, Unavailable, WorkerLost
+from protos.tls import ClientTls
 from router.policy import Candidate, OwnLoad, Placement, candidate
 from router.relay import Relay
 
@@ -84,6 +85,7 @@ class WorkerLink:
         *,
         admit: Callable[[WorkerLink, types_pb2.WorkerInfo], None],
         changed: Callable[[], None],
+        tls: ClientTls | None = None,
         welcome_timeout_s: float | None = None,
     ) -> None:
         """admit raises to refuse a worker that others of the registry rule out; changed is called at each new state."""
@@ -99,6 +101,7 @@ class WorkerLink:
         self._tokenizer = tokenizer
         self._admit = admit
         self._changed = changed
+        self._tls = tls
         self._welcome_timeout_s = WELCOME_TIMEOUT_S if welcome_timeout_s is None else welcome_timeout_s
         self._welcomed = False
         self._entries: dict[str, _Entry] = {}
@@ -183,7 +186,7 @@ class WorkerLink:
             self._welcomed = False
             pause_s = backoff_s
             try:
-                async with rpc.channel(self.address) as channel:
+                async with rpc.channel(self.address, tls=self._tls) as channel:
                     await self._session(worker_pb2_grpc.WorkerStub(channel))
                 self._lose("the worker ended the session")
             except grpc.RpcError as failure:
@@ -319,9 +322,11 @@ class Registry:
         incarnation: str,
         tokenizer: TokenizerFacts,
         changed: Callable[[], None] = lambda: None,
+        *,
+        tls: ClientTls | None = None,
     ) -> None:
         self.links = {
-            address: WorkerLink(address, router_id, incarnation, tokenizer, admit=self._admit, changed=changed)
+            address: WorkerLink(address, router_id, incarnation, tokenizer, admit=self._admit, changed=changed, tls=tls)
             for address in dict.fromkeys(addresses)
         }
         self._tasks: list[asyncio.Task[None]] = []

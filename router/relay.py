@@ -38,11 +38,13 @@ class Relay:
         stop_strings: Sequence[str],
         abort: Callable[[], None],
         itl: Histogram,
+        emitted: Callable[[int], None] = lambda num_tokens: None,
     ) -> None:
         """
         Args:
             abort: tells the worker to end the sequence (a stop string, a cancel, a broken answer).
             itl: where the gaps between tokens are counted.
+            emitted: told the number of tokens of each step.
         """
         self.num_tokens = 0  # accepted from the worker; those behind a stop string are not
         self.ended = False  # nothing more will come from the worker
@@ -55,6 +57,7 @@ class Relay:
         self._stops = StopStringFilter(stop_strings)
         self._token_by_token = bool(stop_strings)  # so that tokens end with the one that completes a stop string
         self._abort = abort
+        self._emitted = emitted
         self._wake = asyncio.Event()
         self._chunk = router_pb2.GenerateResponse(request_id=request_id, worker_id=worker_id)  # what gathers
         self._texts: list[str] = []
@@ -120,6 +123,7 @@ class Relay:
 
     def _take(self, token_ids: Sequence[int], logprobs: Sequence[types_pb2.PositionLogprobs], text: str) -> None:
         self.num_tokens += len(token_ids)
+        self._emitted(len(token_ids))
         self._chunk.token_ids.extend(token_ids)
         self._pending_bytes += 4 * len(token_ids) + 4 * len(text)
         if text:

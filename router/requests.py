@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +28,7 @@ from protos.errors import (
     TailpackError,
     Unavailable,
 )
+from protos.tls import ClientTls
 from router import policy
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES, Admission, Call, sequence_id
 from router.detokenizer import Detokenizer
@@ -34,6 +36,7 @@ from router.metrics import RequestMetrics, histogram_message
 from router.prompt_log import prompt_text
 from router.registry import Registry, TokenizerFacts, WorkerLink
 from router.relay import Relay
+from router.tenants import NO_LIMITS, TenantLimits, Tenants
 from router.tokenizer import Tokenizer
 from router.validate import DEFAULT_MAX_TOKENS, check_fits, check_request, check_text_fits
 
@@ -71,6 +74,8 @@ class Requests:
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
         log_prompts: bool = False,
+        limits_of: Callable[[str], TenantLimits] = lambda tenant: NO_LIMITS,
+        worker_tls: ClientTls | None = None,
         on_ready: Callable[[bool], None] = lambda ready: None,
     ) -> None:
         """Starts nothing yet.
@@ -79,6 +84,8 @@ class Requests:
             addresses: of the workers.
             max_in_flight, max_request_bytes: of all requests in flight; more are refused with a retry hint.
             log_prompts: a request's line in the log has its prompt.
+            limits_of: each tenant's limits; asked anew for each request.
+            worker_tls: how to reach the workers; None: in plain text.
             on_ready: told whenever a worker comes or goes, whether any is ready.
         """
         incarnation = rpc.new_request_id().removeprefix("req-")
@@ -90,8 +97,9 @@ class Requests:
         self._on_ready = on_ready
         self._started_ns = time.monotonic_ns()
         facts = TokenizerFacts(tokenizer.digest, tokenizer.vocab_size)
-        self.registry = Registry(addresses, self.router_id, incarnation, facts, self._workers_changed)
-        self.admission = Admission(max_in_flight, max_request_bytes, self.registry.knows)
+        self.registry = Registry(addresses, self.router_id, incarnation, facts, self._workers_changed, tls=worker_tls)
+        self.tenants = Tenants(limits_of, time.monotonic)
+        self.admission = Admission(max_in_flight, max_request_bytes, self.registry.knows, self.tenants)
 
     def start(self) -> None:
         self.registry.start()
@@ -198,6 +206,7 @@ class Answer:
         self._finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
         self._model = ""
         self._num_prompt_tokens = 0
+        self._num_charged = 0  # of its prompt's tokens, to its tenant
         self._tokenized_ns: int | None = None
         self._num_retries = 0
 
@@ -208,7 +217,7 @@ class Answer:
             await requests.admission.enter(self.call, self.cancel)
             self._held.callback(requests.admission.leave, self.call)
             check_request(self._request)
-            self._held.enter_context(requests.admission.holding(self._request.ByteSize()))
+            self._held.enter_context(requests.admission.holding(self.call, self._request.ByteSize()))
             self._first = await self._begin()
         except BaseException as error:
             self._end(error)
@@ -257,6 +266,8 @@ class Answer:
         requests.metrics.tokenize.observe((self._tokenized_ns - self._started_ns) / 1e9)
         self._num_prompt_tokens = len(prompt)
         check_fits(prompt, list(request.stop.stop_token_ids), model)
+        requests.tenants.admit_prompt(self.call.tenant, len(prompt))
+        self._num_charged = len(prompt)
         submit = _submission(request, self.call, prompt, model, self._deadline_s)
         placement = policy.Placement(len(prompt), submit.stop.max_tokens)
         del prompt  # a long one is tens of megabytes as a list, and may queue for minutes
@@ -321,6 +332,7 @@ class Answer:
             stop_strings=request.stop_strings,
             abort=lambda: link.abort(self.call.sequence_id),
             itl=self._requests.metrics.itl,
+            emitted=partial(self._requests.tenants.charge, self.call.tenant),
         )
         link.submit(submit, relay, placement)
         self._link, self._relay = link, relay
@@ -332,6 +344,8 @@ class Answer:
         outcome, reason = self._outcome(error)
         if self._link is not None:
             self._link.detach(self.call.sequence_id)
+        if outcome in ("rejected", "failed") and self._num_charged and not (self._relay and self._relay.num_tokens):
+            self._requests.tenants.charge(self.call.tenant, -self._num_charged)  # it got nothing for them
         self._held.close()
         self._account(outcome, reason)
 
