@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from protos import router_pb2, rpc, types_pb2, worker_pb2, worker_pb2_grpc
+from protos import kvstore_pb2, router_pb2, rpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.errors import ModelError, PreconditionFailed, TailpackError, Unavailable, WorkerLost
 from protos.tls import ClientTls
 from router.policy import Candidate, OwnLoad, Placement, candidate
@@ -155,6 +155,16 @@ class WorkerLink:
             return (await stub.Abort(request, timeout=timeout_s)).found
         except grpc.RpcError as failure:
             raise rpc.error_from(failure) from failure
+
+    async def kv(self, timeout_s: float) -> kvstore_pb2.DeviceStats | None:
+        """What the worker's kvstore says of its device; None where it cannot be asked now."""
+        if self._stub is None:
+            return None
+        try:
+            answer = await self._stub.Info(worker_pb2.InfoRequest(with_kv=True), timeout=timeout_s)
+        except grpc.RpcError:
+            return None
+        return answer.kv if answer.HasField("kv") else None
 
     def candidate(self) -> Candidate:
         return candidate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,9 @@ from router.admission import Call
 from router.requests import Requests
 
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
+
+KV_TIMEOUT_S = 2.5
+"""For a worker to ask its kvstore and answer; one that takes longer is listed without."""
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -42,8 +46,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return router_pb2.CancelResponse(found=await self._requests.cancel(request.request_id, tenant))
 
     async def ListWorkers(self, request: router_pb2.ListWorkersRequest, context: Any) -> router_pb2.ListWorkersResponse:
-        links = self._requests.registry.links.values()
-        return router_pb2.ListWorkersResponse(workers=[link.status() for link in links])
+        links = list(self._requests.registry.links.values())
+        workers = [link.status() for link in links]
+        if request.with_kv:
+            answers = await asyncio.gather(*(link.kv(KV_TIMEOUT_S) for link in links))
+            for worker, kv in zip(workers, answers, strict=True):
+                if kv is not None:
+                    worker.kv.CopyFrom(kv)
+        return router_pb2.ListWorkersResponse(workers=workers)
 
     async def Stats(self, request: router_pb2.StatsRequest, context: Any) -> router_pb2.StatsResponse:
         return self._requests.stats()

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from protos import rpc, types_pb2, worker_pb2, worker_pb2_grpc
+from protos import kvstore_pb2, rpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.errors import AlreadyExists, CapacityError, InvalidRequest, NotFound, TailpackError, Unavailable
 from worker.engine import Engine
 from worker.resumable import duplicate
@@ -33,12 +33,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         sessions: Sessions,
         info: types_pb2.WorkerInfo,
         memory: Callable[[], worker_pb2.WorkerMemory],
+        kv: Callable[[], kvstore_pb2.DeviceStats | None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
         self._answers = sessions.answers
         self._info = info
         self._memory = memory
+        self._kv = kv
         self._draining: str | None = None
 
     def drain(self, why: str) -> None:
@@ -85,7 +87,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Info(self, request: worker_pb2.InfoRequest, context: Any) -> worker_pb2.InfoResponse:
         memory = self._memory() if request.with_memory else None
-        return worker_pb2.InfoResponse(info=self._info, load=self._engine.load(), memory=memory)
+        kv = await asyncio.to_thread(self._kv) if request.with_kv else None
+        return worker_pb2.InfoResponse(info=self._info, load=self._engine.load(), memory=memory, kv=kv)
 
     async def _read(self, messages: AsyncIterator[worker_pb2.RouterMessage], session: RouterSession) -> None:
         """Takes in what the router says until it says no more; then the session ends."""

@@ -23,8 +23,8 @@ from functools import partial
 import structlog
 import torch
 
-from kvstore.client import Attachment, attach
-from protos import rpc, types_pb2, worker_pb2_grpc
+from kvstore.client import Attachment, attach, stats
+from protos import kvstore_pb2, rpc, types_pb2, worker_pb2_grpc
 from protos.errors import InternalError, KvStoreLost, PreconditionFailed, TailpackError
 from protos.page_hash import PAGE_TOKENS
 from worker.config import WorkerConfig
@@ -39,6 +39,7 @@ from worker.weights import Model, load_model
 log = structlog.get_logger("worker")
 
 ATTACH_RETRY_S = 5.0
+KV_STATS_TIMEOUT_S = 2.0
 ENGINE_STOP_S = 30.0  # the step it is in: at most one prefill chunk
 
 
@@ -96,7 +97,9 @@ async def serve(
             on_failed=break_down,
         )
         info = _info(config, device, model)
-        service = WorkerService(engine, sessions, info, partial(worker_memory, config, model, device))
+        service = WorkerService(
+            engine, sessions, info, partial(worker_memory, config, model, device), partial(_kv, config, device)
+        )
         server = rpc.RpcServer("worker")
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, SERVICE)
         engine.start()
@@ -183,6 +186,15 @@ def _info(config: WorkerConfig, device: str, model: Model) -> types_pb2.WorkerIn
         max_running=config.max_running,
         features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse", "resume"],
     )
+
+
+def _kv(config: WorkerConfig, device: str) -> kvstore_pb2.DeviceStats | None:
+    """What the kvstore says of this worker's device; None where it does not answer now."""
+    try:
+        devices = stats(config.kv_socket, timeout_s=KV_STATS_TIMEOUT_S).devices
+    except TailpackError:
+        return None
+    return next((told for told in devices if told.device == device), None)
 
 
 async def _until_stopped(stop: asyncio.Event, broken: asyncio.Future[TailpackError]) -> bool:
