@@ -15,16 +15,25 @@ ROLES = ("system", "user", "assistant")
 
 
 def check_request(request: router_pb2.GenerateRequest) -> None:
-    """All that can be said without a model.
+    """All that a router can say without a model.
 
     Raises:
-        InvalidRequest: the reason names the field, e.g. BAD_TEMPERATURE, EMPTY_PROMPT.
-        TooLarge: PROMPT_TOO_LARGE.
+        InvalidRequest, TooLarge: as check_values.
         NotBuilt: a feature that this version does not have was asked for.
     """
     for field in ("tools_json", "json_schema", "lora_adapter", "resumable"):
         if getattr(request, field):
             raise NotBuilt(f"{field} is not built in this version", given=field, hint=f"leave {field} empty")
+    check_values(request)
+
+
+def check_values(request: router_pb2.GenerateRequest) -> None:
+    """What holds whichever features a router has: clients check with this, as theirs may be newer.
+
+    Raises:
+        InvalidRequest: the reason names the field, e.g. BAD_TEMPERATURE, EMPTY_PROMPT.
+        TooLarge: PROMPT_TOO_LARGE.
+    """
     if request.prefix_reuse not in types_pb2.PrefixReuse.values():
         raise InvalidRequest(
             "prefix_reuse is not known",
