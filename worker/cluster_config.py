@@ -12,9 +12,11 @@ import torch
 from kvstore.memory_limit import HEADROOM_BYTES, available_bytes
 from protos import rpc
 from protos.errors import CapacityError, ConfigError, ModelError
-from worker import gguf_model, model_config
+from worker import gguf_model, model_config, tiny_v4
 from worker.config import WorkerConfig, default_dtype
 from worker.gpu import Gpu, free_bytes, visible_gpus
+from worker.memory_plan import Use, demand_fit, total
+from worker.weights import planned_uses
 
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_ARENA_BYTES = 1 << 30
@@ -70,7 +72,7 @@ class ClusterConfig:
             ConfigError: the address is taken or malformed, a worker's setting is bad, or the cache cannot be written;
                 NO_GPU, NOT_ENOUGH_GPUS.
             ModelError: the model is not there, unreadable, or asks for what is not built.
-            CapacityError: NOT_ENOUGH_MEMORY.
+            CapacityError: MODEL_TOO_LARGE, NOT_ENOUGH_MEMORY.
         """
         rpc.check_free(listen)
         folder, default_name = resolve_model(model)
@@ -147,13 +149,15 @@ def usable_gpus(device: str) -> tuple[Gpu, ...]:
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
-    """(Hugging Face folder, name) of "smollm2", a folder, or a GGUF file (unpacked into the cache when it is new).
+    """(Hugging Face folder, name) of "smollm2", "tiny-v4", a folder, or a GGUF file; made in the cache when it is new.
 
     Raises:
         ModelError: there is no such model, or it is not readable.
     """
     if model == "smollm2":
         return gguf_model.model_folder(gguf_model.demo_gguf()), model
+    if model == tiny_v4.NAME:
+        return tiny_v4.model_folder(), model
     path = Path(model)
     if path.is_dir():
         if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
@@ -161,20 +165,24 @@ def resolve_model(model: str) -> tuple[Path, str]:
         return path.absolute(), path.absolute().name
     if path.suffix == ".gguf":
         return gguf_model.model_folder(path), path.stem
-    raise ModelError("no such model", given=model, allowed="smollm2, a model folder, or a .gguf file")
+    raise ModelError("no such model", given=model, allowed="smollm2, tiny-v4, a model folder, or a .gguf file")
 
 
 def arena_bytes_of(config: ClusterConfig) -> int:
     """Bytes of each worker's KV arenas.
 
     Raises:
-        CapacityError: NOT_ENOUGH_MEMORY, they do not fit beside the weights.
+        CapacityError: MODEL_TOO_LARGE, the weights alone do not fit, with what they take by owner; NOT_ENOUGH_MEMORY,
+            the arenas do not fit beside them.
     """
-    weights = sum(path.stat().st_size for path in config.model.glob("*.safetensors"))
+    uses = planned_uses(config.model, config.dtype)
+    weights = total(uses)
     if config.gpus:
-        return _gpu_arena_bytes(config, weights)
+        return _gpu_arena_bytes(config, uses)
     available, limited_by = available_bytes()
-    room = (available - HEADROOM_BYTES) // config.workers - weights
+    each = (available - HEADROOM_BYTES) // config.workers
+    demand_fit(uses, each, f"for each of {config.workers} workers ({limited_by})")
+    room = each - weights
     arena_bytes = config.kv_bytes if config.kv_bytes is not None else min(DEFAULT_ARENA_BYTES, room // 2)
     if arena_bytes > room or (config.kv_bytes is None and arena_bytes < LEAST_ARENA_BYTES):
         raise CapacityError(
@@ -188,8 +196,20 @@ def arena_bytes_of(config: ClusterConfig) -> int:
     return arena_bytes
 
 
-def _gpu_arena_bytes(config: ClusterConfig, weights: int) -> int:
+def memory_table(config: ClusterConfig, arena_bytes: int) -> tuple[Use, ...]:
+    """What each worker will take of its device, by owner."""
+    workspaces = GPU_HEADROOM_BYTES if config.gpus else HEADROOM_BYTES // config.workers
+    return (
+        *planned_uses(config.model, config.dtype),
+        Use("KV arenas", arena_bytes),
+        Use("workspaces, at most", workspaces),
+    )
+
+
+def _gpu_arena_bytes(config: ClusterConfig, uses: tuple[Use, ...]) -> int:
     free, fullest = min((free_bytes(gpu), gpu.uuid) for gpu in config.gpus)
+    weights = total(uses)
+    demand_fit(uses, free - GPU_HEADROOM_BYTES, f"({free >> 20} MiB are free on {fullest})")
     room = free - GPU_HEADROOM_BYTES - weights
     arena_bytes = config.kv_bytes if config.kv_bytes is not None else min(DEFAULT_GPU_ARENA_BYTES, room * 3 // 4)
     if arena_bytes > room or (config.kv_bytes is None and arena_bytes < LEAST_ARENA_BYTES):

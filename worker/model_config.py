@@ -25,10 +25,22 @@ _INTEGERS = {
     "max_position_embeddings": (1, 1 << 24),
     "sliding_window": (1, 1 << 31),
     "max_window_layers": (0, 4096),
+    "moe_intermediate_size": (1, 1 << 24),
+    "n_routed_experts": (1, 1 << 16),
+    "num_nextn_predict_layers": (0, 64),
+    "qk_rope_head_dim": (1, 1 << 16),
+    "q_lora_rank": (1, 1 << 20),
+    "o_lora_rank": (1, 1 << 20),
+    "index_n_heads": (1, 1 << 16),
+    "index_head_dim": (1, 1 << 16),
+    "index_topk": (1, 1 << 24),
+    "hc_mult": (1, 64),
+    "hc_sinkhorn_iters": (1, 1024),
 }
 _NUMBERS = {
     "rms_norm_eps": (1e-12, 1.0),
     "rope_theta": (1.0, 1e15),
+    "compress_rope_theta": (1.0, 1e15),
     "partial_rotary_factor": (0.0, 1.0),
 }
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
@@ -40,6 +52,8 @@ _ROPE_NUMBERS = {
     "high_freq_factor": (1e-3, 1e6),
     "original_max_position_embeddings": (1.0, float(1 << 24)),
 }
+_NULL_SAYS_NONE = ("rope_scaling",)  # DeepSeek-V4 must say whether it stretches
+_QUANTIZED = ("deepseek_v4",)  # families that read quantised weights, and refuse by themselves what they cannot
 
 
 def read_json(file: Path) -> Mapping[str, Any]:
@@ -74,7 +88,7 @@ def checked(config: Mapping[str, Any]) -> Mapping[str, Any]:
     config = {
         key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
         for key, value in config.items()
-        if value is not None
+        if value is not None or key in _NULL_SAYS_NONE
     }
     for key, (least, most) in _INTEGERS.items():
         _integer(config, key, least, most)
@@ -84,17 +98,17 @@ def checked(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(config.get(key, False), bool):
             raise _refused(key, config[key], "true or false")
     for key in ("rope_parameters", "rope_scaling"):
-        if key in config:
+        if config.get(key) is not None:
             _check_rope(key, config[key])
     layer_types = config.get("layer_types", [])
     if not isinstance(layer_types, list) or not all(isinstance(each, str) for each in layer_types):
         raise _refused("layer_types", layer_types, "a list of names")
-    if config.get("quantization_config"):
+    if config.get("quantization_config") and config.get("model_type") not in _QUANTIZED:
         raise ModelError(
             "quantised weights are not built",
             reason="QUANTIZATION_NOT_BUILT",
             given=_shown(config["quantization_config"]),
-            allowed="weights in float32, bfloat16 or float16, without quantization_config",
+            allowed=f"weights in float32, bfloat16 or float16, without quantization_config; or {', '.join(_QUANTIZED)}",
         )
     return config
 

@@ -17,10 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from protos import logs
 from protos.cli_options import HelpAllCommand, advanced_option
-from protos.errors import ModelError
+from protos.errors import ModelError, NotBuilt
 from worker import quality_report, quality_texts
 from worker.cluster_config import resolve_model
 from worker.config import WorkerConfig
+from worker.models.llama import MODEL_TYPES, Llama
 from worker.quality import MODES, CaseResult, all_cases, measure
 from worker.weights import load_model
 
@@ -88,6 +89,12 @@ def quality(
     config = WorkerConfig(model=folder, name=name, kv_socket=Path("none"), worker_id="quality", threads=threads)
     torch.set_num_threads(config.num_threads)
     loaded = load_model(config)
+    if not isinstance(loaded.network, Llama):
+        raise NotBuilt(
+            "quality is measured on models of the llama family only",
+            given=loaded.info.architecture,
+            allowed=", ".join(MODEL_TYPES),
+        )
     for text in texts:
         console.print(f"{len(text.token_ids):>6} tokens of {text.name}")
     results: list[CaseResult] = []

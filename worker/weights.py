@@ -5,83 +5,72 @@ Everything that does not belong together is refused here, by name, before the wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
-from safetensors import SafetensorError, safe_open
 
-from kernels.page_layout import FRAGMENTS
-from kvstore.geometry import CacheGeometry, apply_mode
+from kvstore.geometry import CacheGeometry
+from kvstore.memory_limit import available_bytes
 from protos import types_pb2
 from protos.errors import ModelError
-from worker import model_config
+from worker import memory_plan, model_config
+from worker.checkpoint import INDEX_FILE, Progress, Stored, Tensors, demand_match, headers, naming
 from worker.config import WorkerConfig
+from worker.families import Architecture, Network, architecture
 from worker.gpu import torch_device
-from worker.gpu_kernels import demand_kernels
 from worker.kv_view import TORCH_DTYPES
-from worker.models.llama import MODEL_TYPES, Llama, LlamaConfig
 
-INDEX_FILE = "model.safetensors.index.json"
+__all__ = ["INDEX_FILE", "Model", "load_model", "planned_uses"]
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes in all) after each tensor."""
+log = structlog.get_logger("worker")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model. ``network`` computes; the rest describes it."""
+    """A loaded model. ``network`` computes; the rest describes it. ``uses``: what its weights take, by owner."""
 
-    network: Llama
+    network: Network
     info: types_pb2.ModelInfo
     geometry: CacheGeometry
     eos_token_ids: tuple[int, ...]
+    uses: tuple[memory_plan.Use, ...]
 
 
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
     """Reads config and weights, checks both, converts to the config's dtype, on the config's device.
 
-    The weights digest is blake2b-128 over name, dtype, shape and bytes of every tensor as stored, in order of names.
+    Weights are read one by one, quantised ones dequantised as they come, so that loading takes little more than the
+    model does.
 
     Raises:
         ModelError: a file is missing, unreadable or corrupt; a tensor is missing, unexpected or of the wrong shape; the
             model asks for something that is not built.
         ConfigError: ``max_sequence_tokens`` is more than the model's; or the KV mode does not go with the model (what
             ``apply_mode`` raises), or a GPU has no kernel for it (NO_GPU_KERNEL), before any weight is read.
+        CapacityError: MODEL_TOO_LARGE, with what would be taken by owner, before any weight is read.
     """
     raw = model_config.read_json(config.model / "config.json")
-    if raw.get("model_type") not in MODEL_TYPES:
-        raise ModelError(
-            "this model architecture is not built",
-            reason="ARCHITECTURE_NOT_BUILT",
-            given=raw.get("model_type"),
-            allowed=", ".join(MODEL_TYPES),
-        )
-    raw = model_config.checked(raw)
-    shapes = LlamaConfig.parse(raw)
+    shapes = architecture(raw)
     eos_token_ids = model_config.eos_token_ids(config.model, raw)
     model_config.check_length(raw, config.max_sequence_tokens)
     max_sequence_tokens = config.max_sequence_tokens or shapes.max_positions
-    dtype = _dtype_name(config, raw)
+    dtype = dtype_name(config.dtype, raw)
     device = torch_device(config.device)
-    geometry = apply_mode(
-        shapes.geometry(dtype, max_sequence_tokens),
-        config.kv_mode,
-        config.preset,
-        config.dense_layers,
-        compiled_only=config.on_gpu,
-    )
-    if config.on_gpu:
-        demand_kernels(geometry, shapes.q_heads)
-        geometry = geometry.with_page_layout(FRAGMENTS)  # packed pages in the order of the GPU's kernels
-    weights, digest = _load_tensors(config.model, shapes, TORCH_DTYPES[dtype], device, progress)
-    num_parameters = sum(tensor.numel() for tensor in weights.values())
+    geometry = shapes.geometry(config, dtype, max_sequence_tokens)
+    expected, found = _matched(shapes, config.model)
+    uses = memory_plan.weight_uses(expected, found, dtype)
+    log.info("memory of the model", uses=memory_plan.table(uses), arenas=config.arena_bytes)
+    memory_plan.demand_fit(uses, *_room(device))  # arenas apart: the store may hold them already, for a predecessor
+    with Tensors(expected, found, TORCH_DTYPES[dtype], device, progress) as weights:
+        network = shapes.network(weights, max_sequence_tokens)
+        digest = weights.digest()
     return Model(
-        network=Llama(shapes, raw, weights, max_sequence_tokens),
+        network=network,
         info=types_pb2.ModelInfo(
             name=config.name,
             architecture=shapes.model_type,
@@ -90,104 +79,48 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
             eos_token_ids=eos_token_ids,
             weights_digest=digest,
             tokenizer_digest=_tokenizer_digest(config.model),
-            num_parameters=num_parameters,
+            num_parameters=sum(wanted.num_values for wanted in expected.values() if not wanted.is_scale),
         ),
         geometry=geometry,
         eos_token_ids=eos_token_ids,
+        uses=uses[:-1],  # what reading takes is given back
     )
 
 
-def _load_tensors(
-    folder: Path, shapes: LlamaConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None
-) -> tuple[dict[str, torch.Tensor], bytes]:
-    expected, where = shapes.tensors(), _locate_tensors(folder)
-    _compare_names(set(expected), set(where), shapes.tied, folder)
-    weights: dict[str, torch.Tensor] = {}
-    digest = blake2b(digest_size=16, person=b"tailpack-wts-v1")
-    files = sorted({where[name] for name in expected})
-    total, done = sum(file.stat().st_size for file in files), 0
-    handles: dict[Path, Any] = {}
-    for file in files:
-        with _naming(file):
-            handles[file] = safe_open(file, framework="pt")
-    for name in sorted(expected):
-        with _naming(where[name]):
-            stored: torch.Tensor = handles[where[name]].get_tensor(name)
-        if tuple(stored.shape) != expected[name] or not stored.is_floating_point():
-            raise ModelError(
-                f"tensor {name} does not fit config.json",
-                reason="BAD_TENSOR",
-                given=f"{tuple(stored.shape)} {stored.dtype} in {where[name].name}",
-                allowed=f"{expected[name]}, floating point",
-            )
-        digest.update(f"{name} {stored.dtype} {tuple(stored.shape)}\n".encode())
-        digest.update(stored.contiguous().view(-1).view(torch.uint8).numpy().data)
-        done += stored.nbytes
-        # A copy of its own: what safetensors hands out may lie in the mapped file, which can change under us.
-        weights[name] = stored.to(device, dtype, copy=True)
-        if not torch.isfinite(weights[name]).all():
-            raise ModelError(
-                f"tensor {name} holds NaN or infinity",
-                reason="BAD_TENSOR",
-                given=f"{stored.dtype} in {where[name].name}, read as {dtype}",
-                allowed="finite values",
-            )
-        if progress is not None:
-            progress(done, total)
-    return weights, digest.digest()
+def planned_uses(folder: Path, dtype: str) -> tuple[memory_plan.Use, ...]:
+    """What a model's weights will take, by owner; config.json and the files' headers are checked, nothing is loaded.
+
+    Args:
+        dtype: as ``WorkerConfig.dtype``.
+
+    Raises:
+        ModelError: as ``load_model`` does for anything that shows without reading weights.
+    """
+    raw = model_config.read_json(folder / "config.json")
+    return memory_plan.weight_uses(*_matched(architecture(raw), folder), dtype_name(dtype, raw))
 
 
-def _locate_tensors(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
-    if (folder / INDEX_FILE).exists():
-        weight_map = model_config.read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise ModelError(
-                "the index has no weight_map", given=folder / INDEX_FILE, allowed="tensor name -> file name"
-            )
-        files = sorted({folder / name for name in weight_map.values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ModelError("the model folder holds no weights", given=folder, allowed="*.safetensors")
-    where: dict[str, Path] = {}
-    for file in files:
-        with _naming(file), safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 -- not a dict
-                if name in where:
-                    raise ModelError(f"tensor {name} is in two files", given=f"{where[name].name}, {file.name}")
-                where[name] = file
-    return where
+def _matched(shapes: Architecture, folder: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    expected, found = shapes.tensors(), headers(folder)
+    demand_match(expected, found, shapes.ignored(found), folder)
+    return expected, found
 
 
-def _compare_names(expected: set[str], found: set[str], tied: bool, folder: Path) -> None:
-    # Harmless leftovers of other writers: tables that are computed, and the copy of a tied output matrix.
-    ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")} | ({"lm_head.weight"} if tied else set())
-    for what, names in (("missing", expected - found), ("unexpected", found - expected - ignored)):
-        if names:
-            shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise ModelError(
-                f"{len(names)} tensors are {what} in {folder}", reason=f"{what.upper()}_TENSOR", given=shown
-            )
+def _room(device: torch.device) -> tuple[int, str]:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free, f"free on {device}"
+    return available_bytes()
 
 
-@contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Turns what reading ``file`` raises into a ModelError that names it."""
-    try:
-        yield
-    except (OSError, SafetensorError, ValueError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"cannot read {file.name}: {error}",
-            reason="UNREADABLE_WEIGHTS",
-            given=file,
-            allowed="a readable, whole file",
-        ) from error
+def dtype_name(asked: str, raw: Mapping[str, Any]) -> str:
+    """The dtype of weights, activations and KV: what is asked for, or what config.json says where that is "auto".
 
-
-def _dtype_name(config: WorkerConfig, raw: Mapping[str, Any]) -> str:
-    if config.dtype != "auto":
-        return config.dtype
+    Raises:
+        ModelError: config.json's is not built.
+    """
+    if asked != "auto":
+        return asked
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if name not in TORCH_DTYPES:
         raise ModelError("the model's dtype is not built", given=name, allowed=", ".join(TORCH_DTYPES))
@@ -198,5 +131,5 @@ def _tokenizer_digest(folder: Path) -> bytes:
     file = folder / "tokenizer.json"
     if not file.exists():
         return b""
-    with _naming(file):
+    with naming(file):
         return blake2b(file.read_bytes(), digest_size=16).digest()

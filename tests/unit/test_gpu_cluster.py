@@ -15,6 +15,8 @@ from worker.actor import actor_options
 from worker.cli import demo as demo_command
 from worker.cluster_config import DEFAULT_GPU_ARENA_BYTES, GPU_HEADROOM_BYTES, ClusterConfig, arena_bytes_of
 from worker.gpu import Gpu
+from worker.memory_plan import total
+from worker.weights import planned_uses
 
 GPUS = tuple(Gpu(i, f"GPU-{i}0000000-1111-2222-3333-444444444444", "NVIDIA H200", 139 << 30) for i in range(2))
 
@@ -83,7 +85,7 @@ def test_a_device_that_is_no_choice_is_refused(model: Path) -> None:
 
 
 def test_arenas_take_what_the_fullest_gpu_has_left(model: Path, machine: dict[str, Any]) -> None:
-    weights = (model / "model.safetensors").stat().st_size
+    weights = total(planned_uses(model, "bfloat16"))
     assert arena_bytes_of(config(model)) == DEFAULT_GPU_ARENA_BYTES
     machine["free"] = GPU_HEADROOM_BYTES + weights + (4 << 30)
     assert arena_bytes_of(config(model)) == 3 << 30
@@ -91,9 +93,10 @@ def test_arenas_take_what_the_fullest_gpu_has_left(model: Path, machine: dict[st
     with pytest.raises(CapacityError, match=GPUS[0].uuid) as caught:
         config(model, kv_bytes=(4 << 30) + 1)
     assert caught.value.reason == "NOT_ENOUGH_MEMORY"
-    machine["free"] = GPU_HEADROOM_BYTES
-    with pytest.raises(CapacityError):
+    machine["free"] = GPU_HEADROOM_BYTES + weights - 1
+    with pytest.raises(CapacityError) as caught:
         config(model)
+    assert caught.value.reason == "MODEL_TOO_LARGE"
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,22 @@ import torch.nn.functional as F
 
 from protos.errors import ModelError
 from worker.batch import Batch
-from worker.models.deepseek_v4_attention import AttentionWeights, IndexerWeights, LayerRope, attention, normed
+from worker.models.deepseek_v4_attention import (
+    AttentionWeights,
+    IndexerWeights,
+    LayerRope,
+    attention,
+    normed,
+    project,
+    project_out,
+)
 from worker.models.deepseek_v4_compressor import CompressorWeights
 from worker.models.deepseek_v4_config import CSA_RATIO, DeepseekV4Config
 from worker.models.deepseek_v4_hyper import HyperWeights, head_streams, mixing, read_streams, write_streams
 from worker.models.deepseek_v4_moe import MoeWeights, moe
 from worker.models.deepseek_v4_rope import layer_frequencies, rotation
 from worker.models.deepseek_v4_rows import Rows
-from worker.models.layers import linear
-
-Weights = dict[str, torch.Tensor]
+from worker.models.layers import Weights, linear
 
 
 class BlockWeights(NamedTuple):
@@ -117,6 +123,23 @@ class DeepseekV4:
         weights = self.drafts[draft]
         return self._logits(streams, weights.head_mixing, weights.norm, batch)
 
+    def row_parts(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [R, hidden] through what of a layer works on single rows (q stands in for what attention gives), and through
+        the head: ([R, ...], logits [R, vocab_size]). For comparing bits.
+        """
+        layer = self.config.ratios.index(CSA_RATIO) if CSA_RATIO in self.config.ratios else 0
+        weights, config = self.layers[layer], self.config
+        streams = torch.stack([x * (1 + stream) for stream in range(config.hc_mult)], dim=1)
+        by = mixing(streams, weights.attn_mixing, config, batch.tiles)
+        read = normed(read_streams(streams, by.read), weights.attn_norm, config.norm_eps)
+        parts = project(read, weights.attn, config, batch, self._ropes(batch)[config.ratios[layer]])
+        streams = write_streams(streams, project_out(parts.q, weights.attn, config, batch.tiles), by)
+        by = mixing(streams, weights.ffn_mixing, config, batch.tiles)
+        read = normed(read_streams(streams, by.read), weights.ffn_norm, config.norm_eps)
+        streams = write_streams(streams, moe(read, weights.ffn, config, batch), by)
+        seen = (streams, *(part for part in parts if part is not None))
+        return torch.cat([part.flatten(1).float() for part in seen], dim=1), self.logits(streams, batch)
+
     def _ropes(self, batch: Batch) -> dict[int, LayerRope]:
         return {
             ratio: LayerRope(frequencies, rotation(frequencies, batch.positions, deterministic=batch.deterministic))
@@ -204,8 +227,8 @@ def _take_compressor(weights: Weights, at: str) -> CompressorWeights:
 
 
 def _take_moe(weights: Weights, at: str, config: DeepseekV4Config) -> MoeWeights:
-    def up(name: str) -> torch.Tensor:
-        return torch.cat((weights.pop(f"{at}{name}.w1.weight"), weights.pop(f"{at}{name}.w3.weight")))
+    def up_parts(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return weights.pop(f"{at}{name}.w1.weight"), weights.pop(f"{at}{name}.w3.weight")
 
     bias, table = weights.pop(at + "gate.bias", None), weights.pop(at + "gate.tid2eid", None)
     if table is not None and not 0 <= int(table.min()) <= int(table.max()) < config.num_experts:
@@ -215,13 +238,19 @@ def _take_moe(weights: Weights, at: str, config: DeepseekV4Config) -> MoeWeights
             given=f"{int(table.min())} to {int(table.max())}",
             allowed=f"0 to {config.num_experts - 1}",
         )
-    experts = [f"experts.{expert}" for expert in range(config.num_experts)]
+    shared_up = torch.cat(up_parts("shared_experts"))
+    # Filled in place, for experts are nearly all of the model: gathered in a list, a layer's would be there twice.
+    up = shared_up.new_empty((config.num_experts, 2 * config.expert_width, config.hidden_size))
+    down = shared_up.new_empty((config.num_experts, config.hidden_size, config.expert_width))
+    for expert in range(config.num_experts):
+        torch.cat(up_parts(f"experts.{expert}"), out=up[expert])
+        down[expert] = weights.pop(f"{at}experts.{expert}.w2.weight")
     return MoeWeights(
         gate=weights.pop(at + "gate.weight").float(),
         bias=None if bias is None else bias.float(),
         table=None if table is None else table.long(),
-        up=torch.stack([up(name) for name in experts]),
-        down=torch.stack([weights.pop(f"{at}{name}.w2.weight") for name in experts]),
-        shared_up=up("shared_experts"),
+        up=up,
+        down=down,
+        shared_up=shared_up,
         shared_down=weights.pop(at + "shared_experts.w2.weight"),
     )

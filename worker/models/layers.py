@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, overload
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,16 @@ Tiles = tuple[tuple[int, int], ...]
 
 ONE_THREAD_ELEMENTS = 32767
 """ATen leaves an elementwise operation to one thread below its grain (at::internal::GRAIN_SIZE, 32768 elements)."""
+
+
+class Weights(Protocol):
+    """A model's tensors by name, each taken out once; a dict is one."""
+
+    @overload
+    def pop(self, name: str, /) -> torch.Tensor: ...
+
+    @overload
+    def pop(self, name: str, default: None, /) -> torch.Tensor | None: ...
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:

@@ -15,7 +15,7 @@ from worker.batch import Batch
 from worker.kv_view import KvView, Workspace
 from worker.models import layers
 from worker.models.attention import Attend, attend
-from worker.models.layers import rms_norm, rope_tables, rotate
+from worker.models.layers import Weights, rms_norm, rope_tables, rotate
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 FULL, WINDOWED = "full", "window"
@@ -180,7 +180,7 @@ class Llama:
         self,
         config: LlamaConfig,
         raw: Mapping[str, Any],
-        weights: dict[str, torch.Tensor],
+        weights: Weights,
         max_sequence_tokens: int,
     ) -> None:
         self.config = config
@@ -209,6 +209,16 @@ class Llama:
             attended = attend(q, k, v, k_view, v_view, kv, batch)
             x = self.feed_forward(layer, x, attended, batch)
         return self.logits(x[batch.logit_rows], batch)[: batch.num_logits]
+
+    def row_parts(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [R, hidden] through layer 0 without attention (V stands in for it), and through the output matrix. For
+        comparing bits.
+        """
+        layer = self.layers[0]
+        q, k, v = self.project(layer, x, self.cos[5:6], self.sin[5:6], batch)  # one position for all rows
+        mixed = q + (k + v).repeat_interleave(self.config.q_heads // self.config.kv_heads, dim=1)
+        out = self.feed_forward(layer, x, mixed, batch)
+        return out, self.logits(out, batch)
 
     def project(
         self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch
@@ -242,7 +252,7 @@ class Llama:
         ).float()
 
 
-def _take_layer(weights: dict[str, torch.Tensor], at: str) -> _Layer:
+def _take_layer(weights: Weights, at: str) -> _Layer:
     def fused(names: tuple[str, ...], kind: str) -> torch.Tensor | None:
         parts = [part for name in names if (part := weights.pop(f"{at}{name}.{kind}", None)) is not None]
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None

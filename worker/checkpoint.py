@@ -1,0 +1,235 @@
+"""The safetensors files of a model folder: what their headers say, and their tensors one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from protos.errors import ModelError
+from worker import model_config
+
+INDEX_FILE = "model.safetensors.index.json"
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+INTEGERS = ("I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8")
+FP8 = ("F8_E4M3",)
+FP4 = ("U8", "I8")
+"""Two values to a byte."""
+SCALES = ("F8_E8M0", "U8", "I8", "F32")
+"""Bytes of any name are e8m0: the exponent of two, plus 127."""
+_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read so far, bytes in all) after each tensor."""
+
+
+class Stored(NamedTuple):
+    """A tensor as a file's header describes it. ``dtype``: safetensors' name, as "BF16"."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * _ITEM_BYTES.get(self.dtype, 1)
+
+
+class Expected(NamedTuple):
+    """A tensor as a model wants it.
+
+    Attributes:
+        shape: as stored.
+        dtypes: that it may be stored in.
+        held: torch's name of the dtype that it is held in; "" is the model's own, which the worker is asked for.
+        scale: name of the tensor with its scales; "" where it is not quantised.
+        dequantized: (tensor, scales) -> float32, where there are scales.
+        packed: values in a stored element.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS
+    held: str = ""
+    scale: str = ""
+    dequantized: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    packed: int = 1
+
+    @property
+    def is_scale(self) -> bool:
+        """Read with the tensor that it belongs to, and not held."""
+        return self.dtypes == SCALES
+
+    @property
+    def num_values(self) -> int:
+        return prod(self.shape) * self.packed
+
+
+def headers(folder: Path) -> dict[str, Stored]:
+    """What the folder's files hold, by name. Reads headers only.
+
+    Raises:
+        ModelError: UNREADABLE_WEIGHTS, a file is missing, cut short or garbage; BAD_MODEL, there is none, the index is
+            malformed, or a tensor is in two files.
+    """
+    if (folder / INDEX_FILE).exists():
+        weight_map = model_config.read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise ModelError(
+                "the index has no weight_map", given=folder / INDEX_FILE, allowed="tensor name -> file name"
+            )
+        files = sorted({folder / name for name in weight_map.values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelError("the model folder holds no weights", given=folder, allowed="*.safetensors")
+    found: dict[str, Stored] = {}
+    for file in files:
+        with naming(file), safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 -- not a dict
+                if name in found:
+                    raise ModelError(f"tensor {name} is in two files", given=f"{found[name].file.name}, {file.name}")
+                header = handle.get_slice(name)
+                found[name] = Stored(file, header.get_dtype(), tuple(header.get_shape()))
+    return found
+
+
+def demand_match(
+    expected: Mapping[str, Expected], found: Mapping[str, Stored], ignored: Iterable[str], folder: Path
+) -> None:
+    """Compares names, shapes and dtypes; ``ignored`` are names that may be there.
+
+    Raises:
+        ModelError: MISSING_TENSOR, UNEXPECTED_TENSOR, BAD_TENSOR.
+    """
+    for what, names in (
+        ("missing", expected.keys() - found.keys()),
+        ("unexpected", found.keys() - expected.keys() - set(ignored)),
+    ):
+        if names:
+            shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ModelError(
+                f"{len(names)} tensors are {what} in {folder}", reason=f"{what.upper()}_TENSOR", given=shown
+            )
+    for name, wanted in expected.items():
+        stored = found[name]
+        if stored.shape != wanted.shape or stored.dtype not in wanted.dtypes:
+            raise ModelError(
+                f"tensor {name} does not fit config.json",
+                reason="BAD_TENSOR",
+                given=f"{stored.shape} {stored.dtype} in {stored.file.name}",
+                allowed=f"{wanted.shape}, {' or '.join(wanted.dtypes)}",
+            )
+
+
+class Tensors:
+    """The expected tensors, each read, dequantised and converted when it is taken; a context manager.
+
+    So a model that takes them one by one and keeps what it makes of them needs little more room than it fills.
+
+    Args:
+        expected, found: as ``demand_match`` accepted them.
+        dtype: of tensors whose ``held`` is "".
+        device: where they go; quantised ones are dequantised there.
+    """
+
+    def __init__(
+        self,
+        expected: Mapping[str, Expected],
+        found: Mapping[str, Stored],
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+    ) -> None:
+        self._left = {name: wanted for name, wanted in expected.items() if not wanted.is_scale}
+        self._names = sorted(expected)
+        self._found, self._dtype, self._device, self._progress = found, dtype, device, progress
+        self._digests: dict[str, bytes] = {}
+        self._handles: dict[Path, Any] = {}
+        self._done, self._all = 0, sum(found[name].num_bytes for name in expected)
+
+    def __enter__(self) -> Tensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handles.clear()  # each closes its file when nothing holds it
+
+    @overload
+    def pop(self, name: str, /) -> torch.Tensor: ...
+
+    @overload
+    def pop(self, name: str, default: None, /) -> torch.Tensor | None: ...
+
+    def pop(self, name: str, default: None = None, /) -> torch.Tensor | None:
+        """Takes one out; of a name that the model does not have, None.
+
+        Raises:
+            ModelError: UNREADABLE_WEIGHTS; BAD_TENSOR, it holds NaN or infinity, or its scales do not fit it.
+        """
+        wanted = self._left.pop(name, None)
+        if wanted is None:
+            return None
+        stored = self._read(name)
+        dtype = getattr(torch, wanted.held) if wanted.held else self._dtype
+        if wanted.dequantized is not None:
+            value = wanted.dequantized(stored.to(self._device), self._read(wanted.scale).to(self._device)).to(dtype)
+        else:
+            # A copy of its own: what safetensors hands out may lie in the mapped file, which can change under us.
+            value = stored.to(self._device, dtype, copy=True)
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise ModelError(
+                f"tensor {name} holds NaN or infinity",
+                reason="BAD_TENSOR",
+                given=f"{stored.dtype} in {self._found[name].file.name}, read as {value.dtype}",
+                allowed="finite values",
+            )
+        if self._progress is not None:
+            self._progress(self._done, self._all)
+        return value
+
+    def digest(self) -> bytes:
+        """blake2b-128 over name, dtype, shape and bytes of every tensor as stored, in order of names."""
+        assert not self._left, f"not taken: {sorted(self._left)[:5]}"
+        digest = blake2b(digest_size=16, person=b"tailpack-wts-v2")
+        for name in self._names:
+            digest.update(self._digests[name])
+        return digest.digest()
+
+    def _read(self, name: str) -> torch.Tensor:
+        stored = self._found[name]
+        with naming(stored.file):
+            if stored.file not in self._handles:
+                self._handles[stored.file] = safe_open(stored.file, framework="pt")
+            tensor: torch.Tensor = self._handles[stored.file].get_tensor(name)
+        if tuple(tensor.shape) != stored.shape:
+            raise ModelError(
+                f"{stored.file.name} has changed while it was read",
+                reason="UNREADABLE_WEIGHTS",
+                given=f"tensor {name}: {tuple(tensor.shape)}",
+                allowed=stored.shape,
+            )
+        digest = blake2b(f"{name} {stored.dtype} {stored.shape}\n".encode(), digest_size=16)
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        self._digests[name] = digest.digest()
+        self._done += stored.num_bytes
+        return tensor
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Turns what reading ``file`` raises into a ModelError (UNREADABLE_WEIGHTS) that names it."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"cannot read {file.name}: {error}",
+            reason="UNREADABLE_WEIGHTS",
+            given=file,
+            allowed="a readable, whole file",
+        ) from error

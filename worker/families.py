@@ -1,0 +1,185 @@
+"""The model families that are built: for each ``model_type`` of config.json, how it is read, laid out and made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from kernels.page_layout import FRAGMENTS
+from kvstore.geometry import CacheGeometry, apply_mode
+from protos.errors import ConfigError, ModelError
+from worker import model_config
+from worker.checkpoint import FP4, FP8, INTEGERS, SCALES, Expected
+from worker.config import WorkerConfig
+from worker.gpu_kernels import demand_kernels
+from worker.models import deepseek_v4_checkpoint as official
+from worker.models.deepseek_v4 import DeepseekV4
+from worker.models.deepseek_v4_config import MODEL_TYPE as DEEPSEEK_V4
+from worker.models.deepseek_v4_config import DeepseekV4Config
+from worker.models.deepseek_v4_geometry import cache_geometry, with_raw_mode
+from worker.models.deepseek_v4_quantized import dequantized_fp4, dequantized_fp8
+from worker.models.layers import Weights
+from worker.models.llama import MODEL_TYPES, Llama, LlamaConfig
+
+Network = Llama | DeepseekV4
+
+
+class Architecture(Protocol):
+    """A model by its config.json, without weights."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def tensors(self) -> dict[str, Expected]:
+        """Every tensor that the files must hold."""
+        ...
+
+    def ignored(self, names: Iterable[str]) -> set[str]:
+        """Those of ``names`` that may be there all the same: harmless leftovers of other writers."""
+        ...
+
+    def geometry(self, config: WorkerConfig, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
+        """Raises ConfigError: the KV mode does not go with the model, or a GPU has no kernel for it (NO_GPU_KERNEL)."""
+        ...
+
+    def network(self, weights: Weights, max_sequence_tokens: int) -> Network:
+        """``weights`` are those of ``tensors``, by the same names; taken out one by one."""
+        ...
+
+
+@dataclass(frozen=True)
+class LlamaArchitecture:
+    """llama, mistral, qwen2, qwen3."""
+
+    shapes: LlamaConfig
+    raw: Mapping[str, Any]
+
+    @staticmethod
+    def parse(raw: Mapping[str, Any]) -> LlamaArchitecture:
+        return LlamaArchitecture(LlamaConfig.parse(raw), raw)
+
+    @property
+    def model_type(self) -> str:
+        return self.shapes.model_type
+
+    @property
+    def vocab_size(self) -> int:
+        return self.shapes.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.shapes.max_positions
+
+    def tensors(self) -> dict[str, Expected]:
+        return {name: Expected(shape) for name, shape in self.shapes.tensors().items()}
+
+    def ignored(self, names: Iterable[str]) -> set[str]:
+        tied = {"lm_head.weight"} if self.shapes.tied else set()
+        return {name for name in names if name.endswith("rotary_emb.inv_freq")} | tied
+
+    def geometry(self, config: WorkerConfig, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
+        geometry = apply_mode(
+            self.shapes.geometry(dtype, max_sequence_tokens),
+            config.kv_mode,
+            config.preset,
+            config.dense_layers,
+            compiled_only=config.on_gpu,
+        )
+        if config.on_gpu:
+            demand_kernels(geometry, self.shapes.q_heads)
+            geometry = geometry.with_page_layout(FRAGMENTS)  # packed pages in the order of the GPU's kernels
+        return geometry
+
+    def network(self, weights: Weights, max_sequence_tokens: int) -> Llama:
+        return Llama(self.shapes, self.raw, weights, max_sequence_tokens)
+
+
+@dataclass(frozen=True)
+class DeepseekV4Architecture:
+    """deepseek_v4, in the official checkpoint's names."""
+
+    shapes: DeepseekV4Config
+
+    @staticmethod
+    def parse(raw: Mapping[str, Any]) -> DeepseekV4Architecture:
+        return DeepseekV4Architecture(DeepseekV4Config.parse(raw))
+
+    @property
+    def model_type(self) -> str:
+        return DEEPSEEK_V4
+
+    @property
+    def vocab_size(self) -> int:
+        return self.shapes.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.shapes.max_positions
+
+    def tensors(self) -> dict[str, Expected]:
+        shapes = official.tensors(self.shapes)
+        return {name: self._expected(name, shapes) for name in shapes}
+
+    def _expected(self, name: str, shapes: official.Shapes) -> Expected:
+        shape, scale = shapes[name], name.removesuffix("weight") + "scale"
+        if official.is_integer(name):
+            return Expected(shape, INTEGERS, held="int64")
+        if name.endswith(".scale"):
+            return Expected(shape, SCALES)
+        if scale not in shapes:
+            return Expected(shape, held="float32" if official.kept_in_float32(name) else "")
+        if self.shapes.fp4_experts and ".ffn.experts." in name:
+            return Expected(shape, FP4, scale=scale, dequantized=dequantized_fp4, packed=2)
+        assert self.shapes.weight_block is not None
+        return Expected(shape, FP8, scale=scale, dequantized=partial(dequantized_fp8, block=self.shapes.weight_block))
+
+    def ignored(self, names: Iterable[str]) -> set[str]:
+        return set()
+
+    def geometry(self, config: WorkerConfig, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
+        if config.on_gpu:
+            raise ConfigError(
+                f"{DEEPSEEK_V4} does not run on GPUs yet",
+                reason="NO_GPU_KERNEL",
+                given=config.device,
+                allowed="cpu:0, ...",
+                hint="use device cpu",
+            )
+        if config.dense_layers != (0, 0):
+            raise ConfigError(f"dense_layers are not built for {DEEPSEEK_V4}", given=config.dense_layers, allowed="0,0")
+        return with_raw_mode(cache_geometry(self.shapes, dtype), config.kv_mode, config.preset)
+
+    def network(self, weights: Weights, max_sequence_tokens: int) -> DeepseekV4:
+        return DeepseekV4(self.shapes, weights)
+
+
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Architecture]] = {
+    **dict.fromkeys(MODEL_TYPES, LlamaArchitecture.parse),
+    DEEPSEEK_V4: DeepseekV4Architecture.parse,
+}
+
+
+def architecture(raw: Mapping[str, Any]) -> Architecture:
+    """The model that a config.json describes.
+
+    Raises:
+        ModelError: ARCHITECTURE_NOT_BUILT; a value is missing, malformed or out of its range; it asks for what is not
+            built (QUANTIZATION_NOT_BUILT, ROPE_NOT_BUILT, ...).
+    """
+    parse = FAMILIES.get(str(raw.get("model_type")))
+    if parse is None:
+        raise ModelError(
+            "this model architecture is not built",
+            reason="ARCHITECTURE_NOT_BUILT",
+            given=raw.get("model_type"),
+            allowed=", ".join(FAMILIES),
+        )
+    return parse(model_config.checked(raw))
