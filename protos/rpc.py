@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import inspect
+import ipaddress
 import re
 import resource
 import secrets
@@ -166,7 +167,7 @@ def error_from(failure: grpc.RpcError) -> TailpackError:
 
 
 def is_ours(failure: grpc.RpcError) -> bool:
-    """Whether a service of ours ended the call and says why; else the connection failed, or a stopping server cut it."""
+    """Whether a service of ours ended the call and says why; else the connection failed, or a stopping server did."""
     info = error_details_pb2.ErrorInfo()
     return any(detail.Unpack(info) and info.domain == ERROR_DOMAIN for detail in _rich_details(failure))
 
@@ -500,6 +501,17 @@ def check_free(address: str) -> None:
             raise errors.ConfigError(
                 f"cannot listen on {address}: {failure.strerror}", reason=reason, given=address, hint=hint
             ) from failure
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach ``host:port`` or ``unix:/path``."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 _BIND_FAILURES = {

@@ -21,8 +21,10 @@ import click
 from protos import logs, router_pb2, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.errors import InvalidRequest, TailpackError
+from protos.tls_options import client_tls, client_tls_options, server_tls, server_tls_options
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
 from router.answer_output import explained, json_line, stats_line
+from router.auth import check_tenant, file_lines, new_token
 from router.client import DEFAULT_ADDRESS, MAX_TIMEOUT_S, Client, as_chat, build_request
 from router.server import RouterConfig, serve
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
@@ -65,6 +67,20 @@ def router_group() -> None:
     type=click.IntRange(min=rpc.MAX_MESSAGE_BYTES),
     help="Bytes of all requests at one time; more are refused with a retry hint.",
 )
+@click.option(
+    "--tokens",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Demand tokens: tenants' hashed tokens and limits (TOML; see `router token`); read anew when it changes.",
+)
+@server_tls_options
+@client_tls_options
+@advanced_option(
+    "--local-socket",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Serve on this unix socket as well, in plain text and without tokens: to whoever may open it.",
+)
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log (default: JSON unless at a terminal).")
 @advanced_option("--log-prompts", is_flag=True, help="Log what callers send; without it no log has text of prompts.")
 @advanced_option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
@@ -75,22 +91,63 @@ def serve_command(
     drain_s: float,
     max_in_flight: int,
     max_request_bytes: int,
+    tokens: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    tls_ca: Path | None,
+    tls_client_cert: Path | None,
+    tls_client_key: Path | None,
+    tls_server_name: str | None,
+    local_socket: Path | None,
     log_prompts: bool,
     log_json: bool | None,
     log_level: str,
 ) -> None:
     """Serve the Router API in front of running workers.
 
+    --tls-ca and --tls-client-* are for reaching the workers, --tls-cert and --tls-key for callers.
     Prints one JSON line on stdout when it listens; logs go to stderr. SIGTERM or Ctrl-C drains, a second one ends it.
     """
     logs.configure("router", log_json, log_level)
-    config = RouterConfig(listen, workers, model_dir, drain_s, max_in_flight, max_request_bytes, log_prompts)
+    config = RouterConfig(
+        listen,
+        workers,
+        model_dir,
+        drain_s,
+        max_in_flight,
+        max_request_bytes,
+        log_prompts,
+        tokens=tokens,
+        tls=server_tls(tls_cert, tls_key, tls_client_ca),
+        worker_tls=client_tls(tls_ca, tls_client_cert, tls_client_key, tls_server_name),
+        local_socket=local_socket,
+    )
 
     def listening(address: str) -> None:
         click.echo(json.dumps({"ready": True, "address": address}))
         sys.stdout.flush()
 
     rpc.run(serve(config, listening))
+
+
+@router_group.command(name="token")
+@click.argument("tenant")
+def token_command(tenant: str) -> None:
+    """Make a token for TENANT, and what to put into the router's --tokens file.
+
+    The token is printed once and kept nowhere. The file keeps its hash, and may limit the tenant:
+
+    \b
+    [tenants.NAME]
+    tokens = ["sha256:..."]          # several: old and new while a token is changed
+    max_requests = 200               # in flight
+    max_request_bytes = 268435456    # of requests in flight
+    tokens_per_minute = 2000000      # of prompts and outputs
+    """
+    check_tenant(tenant)
+    token = new_token()
+    click.echo(f"token, for the tenant alone:\n{token}\n\nfor the router's tokens file:\n{file_lines(tenant, token)}")
 
 
 @click.command(cls=HelpAllCommand)

@@ -13,7 +13,9 @@ import structlog
 
 from protos import router_pb2_grpc, rpc
 from protos.metrics import EventLoopProbe, ProcessMetrics, exported
+from protos.tls import ClientTls, ServerTls
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
+from router.auth import Authenticator
 from router.metrics import RouterCollector
 from router.requests import Requests
 from router.service import SERVICE_NAME, RouterService
@@ -26,7 +28,9 @@ log = structlog.get_logger("router")
 class RouterConfig:
     """listen: host:port, port 0 takes a free one. drain_s: how long running streams may go on after SIGTERM.
 
-    log_prompts: a request's line in the log has its prompt as well.
+    log_prompts: a request's line in the log has its prompt as well. tokens: file of tenants' tokens; None: callers are
+    taken at their word. tls: of this router's doors; worker_tls: of the way to the workers. local_socket: a unix socket
+    that takes the same calls in plain text, without tokens: its folder's permissions say who may.
     """
 
     listen: str
@@ -36,6 +40,10 @@ class RouterConfig:
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
     log_prompts: bool = False
+    tokens: Path | None = None
+    tls: ServerTls | None = None
+    worker_tls: ClientTls | None = None
+    local_socket: Path | None = None
 
 
 async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
@@ -48,7 +56,11 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         ConfigError, ModelError: it cannot start.
     """
     rpc.check_free(config.listen)  # before the tokenizer is read, which takes a second
-    server = rpc.RpcServer("router")
+    authenticator = Authenticator(config.tokens)
+    tenant_of = authenticator.tenant_of if authenticator.demands_tokens else None
+    server = rpc.RpcServer("router", tls=config.tls, tenant_of=tenant_of)
+    local = rpc.RpcServer("router's local socket") if config.local_socket else None
+    _tell_who_may_call(config)
     ready = asyncio.Event()
     not_ready = asyncio.Event()
 
@@ -62,37 +74,55 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         max_in_flight=config.max_in_flight,
         max_request_bytes=config.max_request_bytes,
         log_prompts=config.log_prompts,
+        limits_of=authenticator.limits_of,
+        worker_tls=config.worker_tls,
         on_ready=on_ready,
     )
     server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
     stop, stop_now = _watch_signals()
     address = await server.start(config.listen)
+    servers = [server]
+    if local is not None:
+        local.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
+        await local.start(f"unix:{config.local_socket}")
+        servers.append(local)
     requests.start()
     probe = EventLoopProbe()
-    tasks = [asyncio.create_task(_mirror_health(server, ready, not_ready)), asyncio.create_task(probe.run())]
+    tasks = [asyncio.create_task(_mirror_health(servers, ready, not_ready)), asyncio.create_task(probe.run())]
     try:
         with exported(ProcessMetrics("router", probe), RouterCollector(requests)):
             listening(address)
             await stop.wait()
             tasks[0].cancel()
-            await server.set_ready(False)
+            for each in servers:
+                await each.set_ready(False)
             log.info("draining", in_flight=requests.admission.num_in_flight, grace_s=config.drain_s)
             await _first(requests.drain(config.drain_s), stop_now.wait())
             log.info("stopping", in_flight=requests.admission.num_in_flight)
     finally:
         for task in tasks:
             task.cancel()
-        await server.stop(0.0)
+        for each in servers:
+            await each.stop(0.0)
         await requests.close()
 
 
-async def _mirror_health(server: rpc.RpcServer, ready: asyncio.Event, not_ready: asyncio.Event) -> None:
+def _tell_who_may_call(config: RouterConfig) -> None:
+    if config.tokens is None:
+        log.info("no tokens are demanded: whoever reaches this router may call it, as any tenant")
+    elif config.tls is None and not rpc.is_loopback(config.listen):
+        log.warning("tokens travel in plain text", listen=config.listen, hint="serve TLS: --tls-cert and --tls-key")
+
+
+async def _mirror_health(servers: list[rpc.RpcServer], ready: asyncio.Event, not_ready: asyncio.Event) -> None:
     """Health is ready exactly while some worker is."""
     while True:
         await ready.wait()
-        await server.set_ready(True)
+        for server in servers:
+            await server.set_ready(True)
         await not_ready.wait()
-        await server.set_ready(False)
+        for server in servers:
+            await server.set_ready(False)
 
 
 def _watch_signals() -> tuple[asyncio.Event, asyncio.Event]:
