@@ -25,7 +25,7 @@ from protos.tls_options import client_tls, client_tls_options, server_tls, serve
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
 from router.answer_output import explained, json_line, stats_line
 from router.auth import check_tenant, file_lines, new_token
-from router.client import DEFAULT_ADDRESS, MAX_TIMEOUT_S, Client, as_chat, build_request
+from router.client import DEFAULT_ADDRESS, MAX_TIMEOUT_S, AsyncTailpack, as_chat, build_request
 from router.server import RouterConfig, serve
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
 
@@ -291,7 +291,7 @@ async def _print_answer(
     first_token: float | None = None
     last: router_pb2.GenerateResponse | None = None
     try:
-        async with Client(address, tenant=tenant) as client:
+        async with AsyncTailpack(address, tenant=tenant) as client:
             chunks = client.stream(request, request_id=request_id, timeout_s=timeout_s)
             async for chunk in chunks:
                 if first_token is None and chunk.token_ids:

@@ -1,285 +1,300 @@
-"""A small asyncio client of the Router service. Errors arrive as TailpackError; nothing of gRPC shows.
+"""The Python client, for code with an event loop (AsyncTailpack) and without (Tailpack, router/sync_client.py).
 
-async with Client("127.0.0.1:7700") as client:
+async with AsyncTailpack("127.0.0.1:7700") as client:
     async for chunk in client.generate("What is the capital of France?"):
         print(chunk.text, end="")
+    answer = await client.complete("And of Spain?", max_tokens=20)
+
+Errors arrive as TailpackError (protos/errors.py); nothing of gRPC shows. What was not answered yet is tried again where
+that may help, and a `resumable` answer goes on after a lost connection: router/answer_state.py says when. Chunks come
+without gap or repeat, or TOKEN_GAP is raised. Leaving the loop ends the request and the work behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, Unpack
 
 import grpc
 
-from protos import router_pb2, router_pb2_grpc, rpc, types_pb2
-from protos.errors import InvalidRequest, NotBuilt, PreconditionFailed, TailpackError
-from protos.limits import MAX_LOGPROBS
-from router.validate import check_request
+from protos import router_pb2, router_pb2_grpc, rpc
+from protos.errors import RequestCancelled, TailpackError, Unavailable
+from protos.tls import ClientTls
+from router.answer import Answer, Chunk
+from router.answer_state import AnswerState, RetryPolicy
+from router.client_request import PREFIX_REUSE, Message, Parameters, Prompt, as_chat, build_request
+from router.client_settings import (
+    CANCEL_TIMEOUT_S,
+    DEFAULT_ADDRESS,
+    MAX_TIMEOUT_S,
+    UNARY_TIMEOUT_S,
+    Settings,
+    addresses,
+    ignore,
+)
+from router.sync_client import Tailpack
 
-DEFAULT_ADDRESS = "127.0.0.1:7700"
-MAX_TIMEOUT_S = 1_000_000
-_MAX_UINT32 = (1 << 32) - 1
-_MAX_UINT64 = (1 << 64) - 1
-
-_NOT_GRPC = ("Received http2 header with status", "http1.x server", "Expected SETTINGS frame")
-"""What gRPC says of servers that speak something else."""
-
-Message = tuple[str, str]
-"""(role, content)"""
-
-
-PREFIX_REUSE = {
-    "default": types_pb2.PREFIX_REUSE_DEFAULT,
-    "any": types_pb2.PREFIX_REUSE_ANY,
-    "exact": types_pb2.PREFIX_REUSE_EXACT,
-    "none": types_pb2.PREFIX_REUSE_NONE,
-}
-
-
-def build_request(
-    prompt: str | Sequence[Message] | Sequence[int],
-    *,
-    model: str = "",
-    max_tokens: int | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float | None = None,
-    min_p: float = 0.0,
-    repetition_penalty: float | None = None,
-    seed: int | None = None,
-    logprobs: int | None = None,
-    stop_strings: Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
-    ignore_eos: bool = False,
-    prefix_reuse: str = "default",
-) -> router_pb2.GenerateRequest:
-    """A checked request. Meanings and ranges: protos/types.proto.
-
-    Args:
-        prompt: text as it is, chat messages (role, content), or token ids.
-        max_tokens: most tokens of the answer, at least 1; None leaves it to the router. The model's room bounds it too.
-        prefix_reuse: "default", "any", "exact" or "none": what of the prompt may come from KV that is there already.
-
-    Raises:
-        InvalidRequest, TooLarge: a value that the router would refuse, or that its message cannot hold.
-    """
-    if max_tokens is not None:
-        _check_integer("max_tokens", max_tokens, _MAX_UINT32, low=1)
-    _check_integer("top_k", top_k, _MAX_UINT32)
-    _check_integer("seed", seed or 0, _MAX_UINT64)
-    _check_integer("logprobs", logprobs or 0, MAX_LOGPROBS)
-    for token_id in stop_token_ids:
-        _check_integer("stop token id", token_id, _MAX_UINT32)
-    if prefix_reuse not in PREFIX_REUSE:
-        raise InvalidRequest(
-            "prefix_reuse is not known", reason="BAD_PREFIX_REUSE", given=prefix_reuse, allowed=", ".join(PREFIX_REUSE)
-        )
-    request = router_pb2.GenerateRequest(model=_text("model", model), prefix_reuse=PREFIX_REUSE[prefix_reuse])
-    _set_prompt(request, prompt)
-    request.sampling.CopyFrom(
-        types_pb2.Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            logprobs=logprobs,
-        )
-    )
-    request.stop.CopyFrom(
-        types_pb2.StopConditions(max_tokens=max_tokens or 0, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos)
-    )
-    request.stop_strings.extend(_text("stop string", stop) for stop in stop_strings)
-    check_request(request)
-    return request
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "MAX_TIMEOUT_S",
+    "PREFIX_REUSE",
+    "Answer",
+    "AsyncTailpack",
+    "Chunk",
+    "ClientTls",
+    "Message",
+    "Parameters",
+    "Prompt",
+    "RetryPolicy",
+    "Tailpack",
+    "as_chat",
+    "build_request",
+]
 
 
-class Client:
-    """One channel to a router. Use as an async context manager; leaving it ends what still runs."""
+class AsyncTailpack:
+    """A cluster, by the address of a router or of several. One event loop; close it, or use it in `async with`."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, tenant: str | None = None) -> None:
-        self.address = address
-        self._tenant = tenant
-        self._channel: grpc.aio.Channel | None = None
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        tenant: str | None = None,
+        token: str | None = None,
+        tls: ClientTls | None = None,
+        retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
+        on_retry: Callable[[TailpackError, float], None] = ignore,
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            address: "host:port", or several routers of the same workers, "host:port,host:port": the next one is tried
+                where one fails, and the one that answered last is asked first.
+            tenant: on whose behalf, where routers do not tell it from the token.
+            token: sent as `authorization: Bearer`; readable on the way unless tls is given.
+            retry: when to try again. RetryPolicy(max_retries=0): never.
+            on_retry: told the error and the seconds to wait before each further try.
+
+        Raises:
+            ConfigError: BAD_ADDRESS. InvalidRequest: a tenant or token that cannot be sent.
+        """
+        self._settings = Settings(addresses(address), tenant, token, tls, retry, on_retry)
+        self._channels: dict[int, grpc.aio.Channel] = {}  # by the address's index; grpc.aio wants a running loop
+        self._address = 0  # index of the router that answered last
+        self._open: set[AnswerState] = set()
+        self._closed = False
 
     async def __aenter__(self) -> Self:
-        self._channel = rpc.channel(self.address)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
+        await self.close()
 
-    async def stream(
+    async def close(self) -> None:
+        """Ends what still runs, resumable answers too."""
+        if self._closed:
+            return
+        for state in list(self._open):
+            await self._end(state)
+        self._closed = True
+        for channel in self._channels.values():
+            await channel.close()
+
+    # --- answers ---
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        chat: bool = True,
+        system: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        traceparent: str | None = None,
+        **parameters: Unpack[Parameters],
+    ) -> AsyncGenerator[Chunk, None]:
+        """Streams the answer to a prompt.
+
+        Args:
+            prompt: text, chat messages (role, content), or token ids. Text is one user message, behind `system` where
+                given; with chat=False it is continued as it is.
+            request_id: for Cancel and logs; made up where None. The same on every try.
+            timeout_s: of everything, tries and waits included.
+            traceparent: W3C trace context.
+            parameters: see Parameters.
+
+        Yields:
+            Chunks; the last one has finish_reason, usage and timings.
+
+        Raises:
+            InvalidRequest, TooLarge, NotBuilt: at once; nothing was sent.
+            TailpackError: from the loop, after what was emitted: as the router says, or Unavailable when none can be
+                reached, DeadlineExceeded, InternalError (TOKEN_GAP). PreconditionFailed: NOT_A_ROUTER.
+        """
+        request = build_request(as_chat(prompt, system) if isinstance(prompt, str) and chat else prompt, **parameters)
+        return self.stream(request, request_id=request_id, timeout_s=timeout_s, traceparent=traceparent)
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        chat: bool = True,
+        system: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        traceparent: str | None = None,
+        **parameters: Unpack[Parameters],
+    ) -> Answer:
+        """The whole answer. Arguments and errors as of generate."""
+        chunks = self.generate(
+            prompt,
+            chat=chat,
+            system=system,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            traceparent=traceparent,
+            **parameters,
+        )
+        return Answer.of([chunk async for chunk in chunks])
+
+    def stream(
         self,
         request: router_pb2.GenerateRequest,
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
         traceparent: str | None = None,
-    ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        """Sends a request; yields its chunks. Leaving the loop, or closing the iterator, ends the request.
+    ) -> AsyncGenerator[Chunk, None]:
+        """As generate, of a request from build_request."""
+        state = self._settings.answer(request, request_id=request_id, timeout_s=timeout_s, first_address=self._address)
+        return self._answer(state, self._settings.metadata(state.request_id, traceparent))
+
+    def resume(
+        self,
+        request_id: str,
+        *,
+        token_offset: int,
+        text_offset: int,
+        timeout_s: float | None = None,
+        resume_grace_ms: int = 0,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Goes on with a resumable answer that another client, or process, began.
+
+        Args:
+            token_offset, text_offset: what of it is here, in tokens and in UTF-8 bytes: the first chunk begins there.
+            resume_grace_ms: as its request has it.
 
         Raises:
-            TailpackError: as the router says, or Unavailable when it cannot be reached.
-            InvalidRequest: BAD_TIMEOUT_S and what else cannot be sent. PreconditionFailed: NOT_A_ROUTER.
+            NotFound: UNKNOWN_REQUEST: no router has it. Others as generate.
         """
-        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:  # NaN is outside too
-            raise InvalidRequest(
-                "timeout_s is out of range",
-                reason="BAD_TIMEOUT_S",
-                given=timeout_s,
-                allowed=f"above 0 to {MAX_TIMEOUT_S} seconds",
-                hint="leave it out for no deadline",
-            )
-        for name, value in (("request id", request_id), ("tenant", self._tenant), ("traceparent", traceparent)):
-            _check_metadata(name, value or "")
-        metadata = rpc.metadata(request_id, self._tenant, traceparent)
-        call = self._stub().Generate(request, timeout=timeout_s, metadata=metadata)
-        try:
-            async for chunk in call:
-                yield chunk
-        except grpc.RpcError as failure:
-            raise self._error(failure) from failure
-        finally:
-            call.cancel()  # leaving an `async for` does not end a call
-
-    async def generate(
-        self,
-        prompt: str | Sequence[Message] | Sequence[int],
-        *,
-        chat: bool = True,
-        system: str | None = None,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-        model: str = "",
-        max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float | None = None,
-        min_p: float = 0.0,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        logprobs: int | None = None,
-        stop_strings: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        prefix_reuse: str = "default",
-    ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        """build_request and stream in one. A str prompt is one user message unless chat is False."""
-        request = build_request(
-            as_chat(prompt, system) if isinstance(prompt, str) and chat else prompt,
-            model=model,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            logprobs=logprobs,
-            stop_strings=stop_strings,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-            prefix_reuse=prefix_reuse,
+        state = self._settings.answer(
+            None,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            first_address=self._address,
+            token_offset=token_offset,
+            text_offset=text_offset,
+            resume_grace_ms=resume_grace_ms,
         )
-        chunks = self.stream(request, request_id=request_id, timeout_s=timeout_s)
+        return self._answer(state, self._settings.metadata(request_id))
+
+    async def _answer(self, state: AnswerState, metadata: tuple[tuple[str, str], ...]) -> AsyncGenerator[Chunk, None]:
+        self._open.add(state)
         try:
-            async for chunk in chunks:
-                yield chunk
+            while not state.ended:
+                address = state.address
+                call = self._call(state, metadata)
+                try:
+                    async for chunk in call:
+                        state.take(chunk)
+                        self._address = address
+                        yield chunk
+                    state.check_ended()
+                except grpc.RpcError as failed:
+                    if state.ended:
+                        return
+                    failure = self._settings.failure(failed, address, await call.initial_metadata())
+                    delay_s = state.failed(failure, now_s=time.monotonic(), jitter=random.random())
+                    self._settings.on_retry(failure.error, delay_s)
+                    await asyncio.sleep(delay_s)
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    if self._closed and not (task is not None and task.cancelling()):
+                        raise RequestCancelled("the client was closed") from None
+                    raise
+                finally:
+                    call.cancel()  # leaving an `async for` does not end a call
         finally:
-            await chunks.aclose()  # type: ignore[attr-defined]
+            self._open.discard(state)
+            await self._end(state)
+
+    def _call(self, state: AnswerState, metadata: tuple[tuple[str, str], ...]) -> Any:
+        stub, timeout_s = self._stub(state.address), state.remaining_s(time.monotonic())
+        message = state.message()
+        if isinstance(message, router_pb2.ResumeRequest):
+            return stub.Resume(message, timeout=timeout_s, metadata=metadata)
+        return stub.Generate(message, timeout=timeout_s, metadata=metadata)
+
+    async def _end(self, state: AnswerState) -> None:
+        """Ends the work behind a resumable answer that is left. Best effort: else its grace time does."""
+        if state.abandoned and not self._closed:
+            state.leave()
+            with contextlib.suppress(TailpackError):
+                await self._cancel(state.request_id, CANCEL_TIMEOUT_S)
+
+    # --- the cluster ---
 
     async def cancel(self, request_id: str) -> bool:
         """Ends a request of this tenant, wherever it runs. False: there is none."""
-        try:
-            answer = await self._stub().Cancel(
-                router_pb2.CancelRequest(request_id=request_id), metadata=rpc.metadata(tenant=self._tenant)
-            )
-        except grpc.RpcError as failure:
-            raise self._error(failure) from failure
+        return await self._cancel(request_id, UNARY_TIMEOUT_S)
+
+    async def _cancel(self, request_id: str, timeout_s: float) -> bool:
+        request = router_pb2.CancelRequest(request_id=request_id)
+        answer: router_pb2.CancelResponse = await self._unary(lambda stub: stub.Cancel, request, timeout_s)
         return answer.found
 
     async def list_workers(self) -> Sequence[router_pb2.WorkerStatus]:
-        try:
-            return (await self._stub().ListWorkers(router_pb2.ListWorkersRequest())).workers
-        except grpc.RpcError as failure:
-            raise self._error(failure) from failure
+        """The workers as one router sees them."""
+        answer: router_pb2.ListWorkersResponse = await self._unary(
+            lambda stub: stub.ListWorkers, router_pb2.ListWorkersRequest(), UNARY_TIMEOUT_S
+        )
+        return answer.workers
 
     async def stats(self) -> router_pb2.StatsResponse:
-        try:
-            return await self._stub().Stats(router_pb2.StatsRequest())
-        except grpc.RpcError as failure:
-            raise self._error(failure) from failure
-
-    def _error(self, failure: grpc.RpcError) -> TailpackError:
-        error = rpc.error_from(failure)
-        # A router that refuses a feature says which was given; gRPC's UNIMPLEMENTED, also made of HTTP 404, does not.
-        foreign = isinstance(error, NotBuilt) and error.given is None and error.hint is None
-        if foreign or any(sign in error.message for sign in _NOT_GRPC):
-            return PreconditionFailed(
-                f"{self.address} is not a Tailpack router",
-                reason="NOT_A_ROUTER",
-                hint="give the address that `tailpack up` prints for its router",
-            )
-        return error
-
-    def _stub(self) -> router_pb2_grpc.RouterAsyncStub:
-        if self._channel is None:
-            raise RuntimeError("use the client inside `async with`")
-        return router_pb2_grpc.RouterStub(self._channel)
-
-
-def as_chat(prompt: str, system: str | None = None) -> list[Message]:
-    """One user message, after an optional system message."""
-    return [*([("system", system)] if system else []), ("user", prompt)]
-
-
-def _set_prompt(request: router_pb2.GenerateRequest, prompt: str | Sequence[Message] | Sequence[int]) -> None:
-    if isinstance(prompt, str):
-        request.text = _text("prompt", prompt)
-        return
-    for part in prompt:
-        if isinstance(part, tuple):
-            role, content = part
-            request.chat.messages.add(role=_text("role", role), content=_text("content", content))
-        else:
-            _check_integer("prompt token id", part, _MAX_UINT32)
-            request.token_ids.ids.append(part)
-
-
-def _text(name: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as failure:
-        raise InvalidRequest(
-            f"the {name} is not valid Unicode text", reason="BAD_UNICODE", given=f"position {failure.start}"
-        ) from None
-    return text
-
-
-def _check_metadata(name: str, value: str) -> None:
-    # gRPC cannot send anything else; the router has a narrower rule and says which.
-    if not (value.isascii() and value.isprintable()) and value:
-        raise InvalidRequest(
-            f"the {name} cannot be sent",
-            reason=f"BAD_{name.upper().replace(' ', '_')}",
-            given=ascii(value[:64]),
-            allowed="printable ASCII",
+        """Of one router."""
+        answer: router_pb2.StatsResponse = await self._unary(
+            lambda stub: stub.Stats, router_pb2.StatsRequest(), UNARY_TIMEOUT_S
         )
+        return answer
 
+    async def _unary(
+        self,
+        method: Callable[[router_pb2_grpc.RouterAsyncStub], Callable[..., Awaitable[Any]]],
+        request: Any,
+        timeout_s: float,
+    ) -> Any:
+        """Of the first router that can be reached, beginning with the one that answered last."""
+        metadata, num_addresses = self._settings.metadata(), len(self._settings.addresses)
+        for turn in range(num_addresses):
+            address = (self._address + turn) % num_addresses
+            try:
+                return await method(self._stub(address))(request, timeout=timeout_s, metadata=metadata)
+            except grpc.RpcError as failed:
+                error = self._settings.error(failed, address)
+                if not isinstance(error, Unavailable) or turn == num_addresses - 1:
+                    raise error from failed
+        raise AssertionError("there is at least one address")
 
-def _check_integer(name: str, value: int, high: int, *, low: int = 0) -> None:
-    if not low <= value <= high:
-        raise InvalidRequest(
-            f"{name} is out of range",
-            reason=f"BAD_{name.upper().replace(' ', '_')}",
-            given=value,
-            allowed=f"{low} to {high}",
-        )
+    def _stub(self, address: int) -> router_pb2_grpc.RouterAsyncStub:
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        if address not in self._channels:
+            self._channels[address] = rpc.channel(self._settings.addresses[address], tls=self._settings.tls)
+        return router_pb2_grpc.RouterStub(self._channels[address])

@@ -27,7 +27,7 @@ from typing import Any
 import click
 
 from protos import logs, router_pb2, router_pb2_grpc, rpc, types_pb2
-from router.client import Client
+from router.client import AsyncTailpack
 from router.service import SERVICE_NAME
 from tests.bench.bench_gil import RESULTS, describe, kvstore
 from tests.bench.bench_router import BareRouter
@@ -220,14 +220,14 @@ class Scene:
     router: str
     worker: Listener
     bare: Listener
-    client: Client
+    client: AsyncTailpack
 
 
 async def one(scene: Scene, case: Case, request_id: str) -> dict[str, float]:
     """One call that is ended: milliseconds until it was heard, freed, and heard by the bare server."""
     if case.way == "reset":
         cable = Cable(scene.router)
-        async with cable.plugged() as address, Client(address) as client:
+        async with cable.plugged() as address, AsyncTailpack(address) as client:
 
             async def cut() -> None:
                 cable.cut()
@@ -251,7 +251,7 @@ async def one(scene: Scene, case: Case, request_id: str) -> dict[str, float]:
     return {"heard": (heard_ns - ended_ns) / 1e6, "freed": (freed_ns - ended_ns) / 1e6, "floor": floor_ns / 1e6}
 
 
-async def _call_and_end(client: Client, worker: Listener, case: Case, request_id: str, end: Leave) -> int:
+async def _call_and_end(client: AsyncTailpack, worker: Listener, case: Case, request_id: str, end: Leave) -> int:
     """Calls, waits for the moment, ends the call. time.monotonic_ns just before that."""
     chunks = client.generate([7] * case.prompt_tokens, request_id=request_id, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     first = asyncio.ensure_future(anext(chunks))
@@ -274,7 +274,7 @@ async def _call_and_end(client: Client, worker: Listener, case: Case, request_id
     return ended_ns
 
 
-async def _others(client: Client) -> None:
+async def _others(client: AsyncTailpack) -> None:
     while True:
         async for _ in client.generate([7] * 8, max_tokens=OUTPUT_TOKENS, ignore_eos=True):
             pass
@@ -295,7 +295,7 @@ async def measure(
                 *("protos.cli", "router", "serve", "--listen", "127.0.0.1:0"),
                 *("--worker", worker.address, "--model-dir", str(model)),
             ) as router,
-            Client(router.address) as client,
+            AsyncTailpack(router.address) as client,
         ):
             while not any(status.state == "ready" for status in await client.list_workers()):
                 await asyncio.sleep(0.05)

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from protos import router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2, worker_pb2_grpc
-from router.client import Client, build_request
+from router.client import AsyncTailpack, build_request
 from router.service import SERVICE_NAME
 from tests.scenarios.fake_worker import SERVICE_NAME as WORKER_NAME
 from tests.scenarios.fake_worker import worker_info
@@ -166,14 +166,14 @@ async def load(address: str, pid: int, case: Case, seconds: float) -> Measured:
     counted = Measured(0.0, 0.0, 0, 0, 0)
     request = build_request("The quick brown fox jumps over the lazy dog.", max_tokens=case.tokens or 1 << 20)
 
-    async def caller(client: Client) -> None:
+    async def caller(client: AsyncTailpack) -> None:
         while True:
             async for chunk in client.stream(request):
                 counted.messages += 1
                 counted.tokens += len(chunk.token_ids)
             counted.requests += 1
 
-    async with Client(address) as client:
+    async with AsyncTailpack(address) as client:
         callers = [asyncio.create_task(caller(client)) for _ in range(case.streams)]
         await asyncio.sleep(min(1.0, seconds))
         process = psutil.Process(pid)
@@ -212,7 +212,7 @@ async def measure(case: Case, model: Path, seconds: float) -> tuple[float, float
             "--model-dir", str(model),
         )  # fmt: skip
         started.append(router)
-        async with Client(address) as client:
+        async with AsyncTailpack(address) as client:
             while not any(status.state == "ready" for status in await client.list_workers()):
                 await asyncio.sleep(0.05)
         value = (await load(address, router.pid, case, seconds)).value(case.unit)

@@ -26,7 +26,7 @@ import psutil
 
 from protos import kvstore_pb2
 from protos.errors import TailpackError
-from router.client import Client, as_chat
+from router.client import AsyncTailpack, as_chat
 from tests.e2e.cluster import ClusterProcess, run_cli, running
 
 PROMPT = "Tell a long story about a lighthouse keeper who finds a map. Give every chapter a title."
@@ -60,7 +60,7 @@ class Check:
 async def generate(router: str, max_tokens: int) -> tuple[str, list[int]]:
     """Greedy text and token ids of the one prompt."""
     text, token_ids = "", list[int]()
-    async with Client(router) as client:
+    async with AsyncTailpack(router) as client:
         async for chunk in client.generate(as_chat(PROMPT), max_tokens=max_tokens):
             text += chunk.text
             token_ids += chunk.token_ids
@@ -74,7 +74,7 @@ Positions = list[list[dict[int, float]]]
 async def likeliest(router: str, token_ids: list[int]) -> Positions:
     """Behind prompts of CUTS tokens, made of ``token_ids`` again and again. Greedy, nothing reused."""
     found: Positions = []
-    async with Client(router) as client:
+    async with AsyncTailpack(router) as client:
         for cut in CUTS:
             prompt = (token_ids * (1 + cut // len(token_ids)))[:cut]
             positions: list[dict[int, float]] = []

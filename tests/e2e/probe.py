@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from protos import router_pb2
-from router.client import Client
+from router.client import AsyncTailpack
 from tests.e2e.cluster import ClusterProcess
 
 SETTLE_S = 10.0
@@ -13,7 +13,7 @@ PROBE = "The quick brown fox"
 
 
 async def answer(
-    client: Client, prompt: str | list[int] = PROBE, max_tokens: int = 8
+    client: AsyncTailpack, prompt: str | list[int] = PROBE, max_tokens: int = 8
 ) -> tuple[str, list[int], router_pb2.GenerateResponse]:
     """(text, token ids, last chunk), with every offset checked on the way."""
     text = ""
@@ -30,7 +30,7 @@ async def answer(
 
 async def assert_works(cluster: ClusterProcess) -> None:
     """A probe request is answered in full."""
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         _, token_ids, _ = await answer(client)
     assert len(token_ids) == 8
 
@@ -38,7 +38,7 @@ async def assert_works(cluster: ClusterProcess) -> None:
 async def left_over(cluster: ClusterProcess) -> list[str]:
     """What is still held anywhere in the cluster, in words; empty when nothing is."""
     found = []
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         if in_flight := (await client.stats()).in_flight:
             found.append(f"router: {in_flight} in flight")
         for worker in await client.list_workers():

@@ -13,7 +13,7 @@ import pytest
 
 from protos import router_pb2, types_pb2
 from protos.errors import TailpackError, WorkerLost
-from router.client import Client, build_request
+from router.client import AsyncTailpack, build_request
 from tests.e2e.cluster import ClusterProcess, run_cli
 from tests.e2e.probe import answer, assert_nothing_left_over, assert_works
 
@@ -41,7 +41,7 @@ def test_the_command_line_streams_an_answer(cluster: ClusterProcess) -> None:
 
 
 async def test_a_prompt_may_come_on_standard_input(cluster: ClusterProcess) -> None:
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         expected, _, _ = await answer(client, "Où est la bibliothèque? 😀", max_tokens=10)
     run = await asyncio.to_thread(
         run_cli,
@@ -52,7 +52,7 @@ async def test_a_prompt_may_come_on_standard_input(cluster: ClusterProcess) -> N
 
 
 async def test_greedy_text_is_the_same_alone_in_a_batch_and_on_either_worker(cluster: ClusterProcess) -> None:
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         alone = [await answer(client, prompt, max_tokens=40) for prompt in PROMPTS]
         workers = set()
         for _ in range(3):
@@ -69,7 +69,7 @@ async def test_greedy_text_is_the_same_alone_in_a_batch_and_on_either_worker(clu
     await assert_nothing_left_over(cluster)
 
 
-async def _first_worker(client: Client, prompt: str) -> tuple[str, list[int]]:
+async def _first_worker(client: AsyncTailpack, prompt: str) -> tuple[str, list[int]]:
     worker = ""
     ids: list[int] = []
     async for chunk in client.generate(prompt, max_tokens=40, ignore_eos=True, timeout_s=60.0):
@@ -79,14 +79,14 @@ async def _first_worker(client: Client, prompt: str) -> tuple[str, list[int]]:
 
 
 async def test_a_seed_repeats_a_sampled_answer(cluster: ClusterProcess) -> None:
-    async def sampled(client: Client, seed: int | None) -> tuple[str, int]:
+    async def sampled(client: AsyncTailpack, seed: int | None) -> tuple[str, int]:
         text, used = "", 0
         async for chunk in client.generate("Numbers:", max_tokens=24, temperature=1.3, seed=seed, ignore_eos=True):
             text += chunk.text
             used = used or chunk.seed
         return text, used
 
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         text, seed = await sampled(client, None)
         assert seed != 0
         assert await sampled(client, seed) == (text, seed)
@@ -101,7 +101,7 @@ def test_only_this_user_reads_sockets_and_logs(cluster: ClusterProcess) -> None:
 
 
 async def test_both_workers_are_listed_with_what_they_are(cluster: ClusterProcess) -> None:
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         workers = await client.list_workers()
     assert {worker.address for worker in workers} == set(cluster.workers)
     assert all(worker.state == "ready" and worker.info.deterministic for worker in workers)
@@ -110,7 +110,7 @@ async def test_both_workers_are_listed_with_what_they_are(cluster: ClusterProces
 
 async def test_cancel_by_id_ends_a_request_at_once(cluster: ClusterProcess) -> None:
     request = build_request([5, 6, 7], max_tokens=900, ignore_eos=True)
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         last: router_pb2.GenerateResponse | None = None
         async for chunk in client.stream(request, request_id="to-cancel"):
             if last is None:
@@ -125,7 +125,7 @@ async def test_cancel_by_id_ends_a_request_at_once(cluster: ClusterProcess) -> N
 @pytest.mark.slow
 async def test_a_killed_worker_comes_back_and_its_requests_end_by_name(cluster: ClusterProcess) -> None:
     """SIGKILL for one worker while requests run on both: those on it fail as WORKER_LOST, the others go on."""
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         before = {worker.info.worker_id: worker.info.incarnation for worker in await client.list_workers()}
 
         started: dict[int, str] = {}
@@ -172,7 +172,7 @@ async def test_a_killed_worker_comes_back_and_its_requests_end_by_name(cluster: 
 
 
 async def test_a_deadline_ends_a_request_by_name(cluster: ClusterProcess) -> None:
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         with pytest.raises(TailpackError) as failure:
             async for _ in client.generate([9], max_tokens=1000, ignore_eos=True, timeout_s=0.3):
                 pass

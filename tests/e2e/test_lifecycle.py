@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from protos import types_pb2
-from router.client import Client
+from router.client import AsyncTailpack
 from tests.e2e.cluster import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
@@ -121,7 +121,7 @@ def started(tiny: Path, tmp_path: Path) -> Iterator[Ended]:
 
 async def test_ctrl_c_lets_answers_end_and_leaves_nothing(started: Ended) -> None:
     cluster = started.cluster
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         tokens, finish = 0, types_pb2.FINISH_REASON_UNSPECIFIED
         async for chunk in client.generate([5], max_tokens=400, ignore_eos=True, timeout_s=60.0):
             if tokens == 0:
@@ -137,7 +137,7 @@ async def test_ctrl_c_lets_answers_end_and_leaves_nothing(started: Ended) -> Non
 
 async def test_a_second_ctrl_c_ends_everything_at_once(started: Ended) -> None:
     cluster = started.cluster
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         # The worker below cannot end its answer, and the drain outlasts the test: only the second signal can end it.
         chunks = client.generate([5], max_tokens=1000, ignore_eos=True, timeout_s=60.0)
         await anext(chunks)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protos.errors import ModelError
-from router.client import Client
+from router.client import AsyncTailpack
 from tests.e2e.cluster import run_cli, running
 from worker import gguf_model
 
@@ -23,6 +23,6 @@ async def test_smollm2_answers_sensibly(tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr
         assert "Paris" in run.stdout.decode()
         assert "finish eos" in run.stderr.decode()  # it knows the end of its turn
-        async with Client(cluster.router) as client:
+        async with AsyncTailpack(cluster.router) as client:
             (worker,) = await client.list_workers()
         assert worker.info.model.name == "smollm2" and worker.info.model.eos_token_ids == [2]

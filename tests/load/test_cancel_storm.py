@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from protos.errors import CapacityError, RequestCancelled, TailpackError
-from router.client import Client, build_request
+from router.client import AsyncTailpack, build_request
 from tests.e2e.cluster import ClusterProcess
 from tests.e2e.probe import answer, assert_nothing_left_over
 
@@ -25,7 +25,7 @@ async def test_cancelled_requests_leave_nothing_behind(cluster: ClusterProcess) 
     print(f"seed {seed}")
     rng = random.Random(seed)
     ends: Counter[str] = Counter()
-    async with Client(cluster.router) as client:
+    async with AsyncTailpack(cluster.router) as client:
         aborted_before = await _aborted(client)
         expected = (await answer(client, "seven eight nine ten", max_tokens=32))[:2]
         turns = asyncio.Semaphore(NUM_AT_ONCE)
@@ -50,11 +50,11 @@ async def test_cancelled_requests_leave_nothing_behind(cluster: ClusterProcess) 
         assert (await answer(client, "seven eight nine ten", max_tokens=32))[:2] == expected
 
 
-async def _aborted(client: Client) -> int:
+async def _aborted(client: AsyncTailpack) -> int:
     return sum(worker.load.sequences_aborted for worker in await client.list_workers())
 
 
-async def _cancelled(client: Client, request_id: str, prompt_tokens: int, after_s: float, way: str) -> str:
+async def _cancelled(client: AsyncTailpack, request_id: str, prompt_tokens: int, after_s: float, way: str) -> str:
     """Sends a request that would run long and ends it after ``after_s`` seconds. Returns how it ended, in a word."""
     request = build_request([7] * prompt_tokens, max_tokens=400, ignore_eos=True)
     timeout_s = max(after_s, 0.001) if way == "deadline" else 60.0

@@ -16,13 +16,14 @@ from typing import Any
 
 from protos import router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2
 from router.admission import DEFAULT_MAX_REQUEST_BYTES
-from router.client import Client
+from router.client import AsyncTailpack, RetryPolicy
 from router.requests import Requests
 from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 
 ROOT = Path(__file__).resolve().parents[2]
+ONCE = RetryPolicy(max_retries=0)  # these tests look at what routers say
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Harness:
     requests: Requests
     workers: list[FakeWorker]
     address: str
-    client: Client
+    client: AsyncTailpack
     tokenizer: Tokenizer
 
     def nothing_left(self) -> list[str]:
@@ -88,7 +89,7 @@ async def cluster(
     address = await server.start("127.0.0.1:0")
     requests.start()
     try:
-        async with Client(address) as client:
+        async with AsyncTailpack(address, retry=ONCE) as client:
             harness = Harness(requests, workers, address, client, tokenizer)
             if wait:
                 expected = len(started) + len(addresses or [])
@@ -137,7 +138,7 @@ class Answer:
         return self
 
 
-async def answer(client: Client, prompt: Any, **parameters: Any) -> Answer:
+async def answer(client: AsyncTailpack, prompt: Any, **parameters: Any) -> Answer:
     """The whole answer to a prompt."""
     return Answer([chunk async for chunk in client.generate(prompt, **parameters)]).check()
 

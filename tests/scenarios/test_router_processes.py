@@ -19,10 +19,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import errors, router_pb2, rpc, types_pb2
 from protos.errors import TailpackError
 from router.answer_output import json_line
-from router.client import Client
+from router.client import AsyncTailpack
 from router.service import SERVICE_NAME
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
-from tests.scenarios.router_harness import ROOT, Process, answer, cluster, fake_worker_process, until
+from tests.scenarios.router_harness import ONCE, ROOT, Process, answer, cluster, fake_worker_process, until
 from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
 
 IDS = [10, 11, 12, 13]
@@ -174,7 +174,7 @@ async def test_sigterm_drains(folder: Path, processes: list[Process]) -> None:
     async with _worker(Script(IDS * 20, every_s=0.02)) as worker:
         processes.append(router := _router(folder, worker.address))
         address = await asyncio.to_thread(router.address)
-        async with Client(address) as client:
+        async with AsyncTailpack(address, retry=ONCE) as client:
             await _until_ready(address)
             assert await _health(address, "") == health_pb2.HealthCheckResponse.SERVING
             running = asyncio.create_task(answer(client, "x"))
@@ -196,7 +196,7 @@ async def test_a_drain_ends(folder: Path, processes: list[Process], how: str) ->
         grace = "60" if how == "second signal" else "0.3"
         processes.append(router := _router(folder, worker.address, "--drain-s", grace))
         address = await asyncio.to_thread(router.address)
-        async with Client(address) as client:
+        async with AsyncTailpack(address, retry=ONCE) as client:
             await _until_ready(address)
             running = asyncio.create_task(answer(client, "x", max_tokens=4000))
             await until(lambda: worker.active)

@@ -19,7 +19,7 @@ from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
 from router import admission, registry, relay
 from router import requests as requests_module
-from router.client import PREFIX_REUSE, Client, build_request
+from router.client import PREFIX_REUSE, AsyncTailpack, build_request
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 from tests.scenarios.router_harness import Answer, answer, cluster, until
@@ -316,7 +316,7 @@ async def test_a_request_id_whose_end_no_worker_confirms_is_refused_in_the_end(
 async def test_a_request_id_is_its_tenant_s_own(folder: Path) -> None:
     script = Script([5, 6, 7, 8], endless=True, every_s=0.01)
     async with cluster(folder, script) as it:
-        async with Client(it.address, tenant="a") as a, Client(it.address, tenant="b") as b:
+        async with AsyncTailpack(it.address, tenant="a") as a, AsyncTailpack(it.address, tenant="b") as b:
             running = [asyncio.create_task(answer(who, "x", request_id="same", max_tokens=4000)) for who in (a, b)]
             await until(lambda: len(it.workers[0].active) == 2)
             # Nobody learns of another's request by its id, and a second use of one's own is refused as before.
@@ -335,7 +335,7 @@ async def test_a_request_id_is_its_tenant_s_own(folder: Path) -> None:
 
 
 async def test_a_tenant_and_an_id_that_no_worker_could_hold_together_are_refused(folder: Path) -> None:
-    async with cluster(folder, Script([5, EOS])) as it, Client(it.address, tenant="t" * 128) as client:
+    async with cluster(folder, Script([5, EOS])) as it, AsyncTailpack(it.address, tenant="t" * 128) as client:
         await answer(client, "x", request_id="r" * 127)
         assert (await refused(client.generate("x", request_id="r" * 128))).reason == "BAD_REQUEST_ID"
 
@@ -550,7 +550,7 @@ def test_a_deadline_counts_as_met_within_the_way_and_the_rounding(
 
 async def test_cancel_rpc_ends_own_requests_of_the_same_tenant_only(folder: Path) -> None:
     async with cluster(folder, Script([5], endless=True, every_s=0.01)) as it:
-        async with Client(it.address, tenant="a") as a, Client(it.address, tenant="b") as b:
+        async with AsyncTailpack(it.address, tenant="a") as a, AsyncTailpack(it.address, tenant="b") as b:
             running = asyncio.create_task(answer(a, "x", request_id="r-9", max_tokens=4000))
             await until(lambda: it.workers[0].active)
             assert not await b.cancel("r-9")
@@ -568,10 +568,10 @@ async def test_cancel_rpc_works_from_any_router(folder: Path) -> None:
         cluster(folder, Script([5], endless=True, every_s=0.01), num_workers=2) as one,
         cluster(folder, Script(), infos=[], addresses=[worker.address for worker in one.workers]) as two,
     ):
-        async with Client(one.address, tenant="a") as a, Client(two.address, tenant="a") as other:
+        async with AsyncTailpack(one.address, tenant="a") as a, AsyncTailpack(two.address, tenant="a") as other:
             running = asyncio.create_task(answer(a, "x", request_id="far-1", max_tokens=4000))
             await until(lambda: any(worker.active for worker in one.workers))
-            async with Client(two.address, tenant="b") as stranger:
+            async with AsyncTailpack(two.address, tenant="b") as stranger:
                 assert not await stranger.cancel("far-1")
             assert await other.cancel("far-1")
             assert (await running).last.finish_reason == types_pb2.FINISH_REASON_ABORTED
@@ -584,7 +584,7 @@ async def test_two_thousand_random_cancels_leave_nothing(folder: Path) -> None:
     print(f"seed {seed}")
     random_ = random.Random(seed)
 
-    async def once(client: Client, number: int) -> None:
+    async def once(client: AsyncTailpack, number: int) -> None:
         task = asyncio.create_task(answer(client, "hello", request_id=f"storm-{number}", max_tokens=200))
         await asyncio.sleep(random_.uniform(0, 0.05))
         task.cancel()

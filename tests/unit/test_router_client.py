@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protos.errors import TailpackError
-from router.client import Client, as_chat, build_request
+from router.client import AsyncTailpack, as_chat, build_request
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_range_of_logprobs_is_the_true_one(logprobs: int) -> None:
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 0.0, 1e300])
 async def test_timeouts_that_are_none_are_refused_by_name(timeout_s: float) -> None:
-    async with Client("127.0.0.1:1") as client:
+    async with AsyncTailpack("127.0.0.1:1") as client:
         with pytest.raises(TailpackError) as caught:
             await anext(client.stream(build_request("x"), timeout_s=timeout_s))
     assert caught.value.reason == "BAD_TIMEOUT_S"
