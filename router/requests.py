@@ -297,7 +297,7 @@ class Answer:
         match request.WhichOneof("prompt"):
             case "chat":
                 messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
-                return await tokenizer.encode_chat(messages, check)
+                return await tokenizer.encode_chat(messages, check, thinking=request.chat.thinking)
             case "text":
                 return await tokenizer.encode_text(request.text, check)
             case _:

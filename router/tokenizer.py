@@ -24,6 +24,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protos.errors import InvalidRequest, ModelError
+from router import chat_deepseek_v4
 from router.detokenizer import TokenBytes, token_bytes
 
 LONG_PROMPT_CHARACTERS = 64 << 10
@@ -68,6 +69,14 @@ class Tokenizer:
         self.vocab_size = len(self.tokens.table)
         self._bound = _Bound.of(description, self.tokens.table, list(added.values()))
         self._template = ChatTemplate.load(folder)
+        self._thinks = self._template is None and _model_type(folder) == chat_deepseek_v4.MODEL_TYPE
+        if self._thinks and (missing := set(chat_deepseek_v4.NEEDED) - {token.content for token in added.values()}):
+            raise ModelError(
+                "the tokenizer lacks tokens of the model's chat encoding",
+                reason="BAD_TOKENIZER",
+                given=folder,
+                allowed=f"tokens of their own for {', '.join(sorted(missing))}",
+            )
         self._short = ThreadPoolExecutor(num_threads or max(2, os.cpu_count() or 2), thread_name_prefix="tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
 
@@ -80,18 +89,26 @@ class Tokenizer:
         return await self._run(len(text), self._encode_text, text, check)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], check: Callable[[str], None] = lambda text: None
+        self,
+        messages: Sequence[Mapping[str, str]],
+        check: Callable[[str], None] = lambda text: None,
+        *,
+        thinking: bool = False,
     ) -> list[int]:
         """Messages (``role``, ``content``) through the chat template, up to where the assistant's turn begins.
 
+        A folder without a template whose config.json says deepseek_v4 has that family's encoding.
+
         Args:
             check: as for encode_text; called with what the template wrote.
+            thinking: the model reasons before it answers.
 
         Raises:
-            InvalidRequest: the model has no template (NO_CHAT_TEMPLATE), or it refuses the messages (CHAT_TEMPLATE).
+            InvalidRequest: the model has no template (NO_CHAT_TEMPLATE), it refuses the messages (CHAT_TEMPLATE), or
+                it knows no thinking (THINKING_NOT_KNOWN).
         """
         num_characters = sum(len(message["content"]) for message in messages)
-        return await self._run(num_characters, self._encode_chat, messages, check)
+        return await self._run(num_characters, self._encode_chat, messages, check, thinking)
 
     def min_tokens(self, text: str) -> int:
         """A text has at least so many tokens. Cheap beside tokenising it; 0 where the tokenizer allows no bound."""
@@ -113,12 +130,25 @@ class Tokenizer:
         check(text)
         return self._encode(text, True)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, str]], check: Callable[[str], None]) -> list[int]:
-        if self._template is None:
+    def _encode_chat(
+        self, messages: Sequence[Mapping[str, str]], check: Callable[[str], None], thinking: bool
+    ) -> list[int]:
+        if thinking and not self._thinks:
+            raise InvalidRequest(
+                "this model has no thinking mode that can be asked for",
+                reason="THINKING_NOT_KNOWN",
+                given="thinking",
+                allowed=f"thinking with {chat_deepseek_v4.MODEL_TYPE} only",
+                hint="leave thinking out",
+            )
+        if self._thinks:
+            text = chat_deepseek_v4.render(messages, thinking=thinking)
+        elif self._template is not None:
+            text = self._template.render(messages)
+        else:
             raise InvalidRequest(
                 "this model has no chat template", reason="NO_CHAT_TEMPLATE", hint="send the prompt as text instead"
             )
-        text = self._template.render(messages)
         check(text)
         return self._encode(text, False)  # the template writes special tokens itself
 
@@ -239,6 +269,12 @@ def _parts(step: Mapping[str, Any] | None, several: str) -> list[Mapping[str, An
     if not step:
         return []
     return list(step[several]) if step.get("type") == "Sequence" else [step]
+
+
+def _model_type(folder: Path) -> object:
+    """What config.json says; None where there is none."""
+    file = folder / "config.json"
+    return _json(file, _read(file)).get("model_type") if file.exists() else None
 
 
 def _raise_exception(message: str) -> NoReturn:
