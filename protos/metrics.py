@@ -34,6 +34,7 @@ log = structlog.get_logger("metrics")
 PATH = "/metrics"
 OFF = "none"
 """In place of an address: no server."""
+OTHER = "OTHER"
 MAX_CONNECTIONS = 16
 MAX_HEAD_BYTES = 8 << 10
 CONNECTION_TIMEOUT_S = 5.0
@@ -73,6 +74,24 @@ class LazyCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         raise NotImplementedError
+
+
+class BoundedCounter:
+    """Counts by labels. Reasons of errors come from other processes too: of more than ``most`` different labels, the
+    last one is counted as OTHER. One thread counts, any thread reads.
+    """
+
+    def __init__(self, most: int = 128) -> None:
+        self._most = most
+        self._counts: dict[tuple[str, ...], int] = {}
+
+    def add(self, *labels: str) -> None:
+        if labels not in self._counts and len(self._counts) >= self._most:
+            labels = (*labels[:-1], OTHER)
+        self._counts[labels] = self._counts.get(labels, 0) + 1
+
+    def items(self) -> list[tuple[tuple[str, ...], int]]:
+        return list(self._counts.items())
 
 
 def histogram_family(

@@ -12,14 +12,11 @@ from prometheus_client.metrics_core import Metric
 
 from protos import router_pb2
 from protos.histogram import LATENCY_BOUNDS_S, STEP_BOUNDS_S, Histogram
-from protos.metrics import LazyCollector, histogram_family
+from protos.metrics import BoundedCounter, LazyCollector, histogram_family
 
 if TYPE_CHECKING:
     from router.requests import Requests
 
-MAX_REASONS = 128
-"""Reasons of errors come from workers too; more than so many different ones are counted as OTHER."""
-OTHER = "OTHER"
 WORKER_STATES = ("connecting", "ready", "draining", "lost", "refused")
 _LIVE = ("ready", "draining")
 
@@ -67,19 +64,14 @@ class RequestMetrics:
         self.itl = Histogram(STEP_BOUNDS_S)
         self.tokenize = Histogram(LATENCY_BOUNDS_S)
         self.duration = Histogram(LATENCY_BOUNDS_S)
-        self.ended: Counter[tuple[str, str, str]] = Counter()
+        self.ended = BoundedCounter()
         """(door, outcome, finish or error reason) -> how many."""
         self.prefix: Counter[str] = Counter()
         """Of answers with usage: what they reused, "exact", "inexact" or "none"."""
         self.cached_prompt_tokens = 0
-        self._reasons: set[str] = set()
 
     def end(self, door: str, outcome: str, reason: str) -> None:
-        if reason not in self._reasons:
-            if len(self._reasons) >= MAX_REASONS:
-                reason = OTHER
-            self._reasons.add(reason)
-        self.ended[door, outcome, reason] += 1
+        self.ended.add(door, outcome, reason)
 
     def reused(self, cached_prompt_tokens: int, exact: bool) -> None:
         """What a finished answer's usage says about its prefix."""
@@ -110,7 +102,7 @@ class RouterCollector(LazyCollector):
             "Requests that ended, by door, outcome and reason (of the finish or of the error).",
             labels=["door", "outcome", "reason"],
         )
-        for labels, count in list(measured.ended.items()):
+        for labels, count in measured.ended.items():
             ended.add_metric(labels, count)
         yield ended
         tokens = CounterMetricFamily(

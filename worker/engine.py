@@ -39,6 +39,7 @@ from worker.sampler import Draw, Drawn, sample
 from worker.scheduler import Work, schedule
 from worker.sequence import Load, Output, Request, Sequence, StepResult, finish_reason, validate
 from worker.sequence_kv import SequenceKv
+from worker.tracing import NoSpans
 from worker.waiting import Waiting
 from worker.weights import Model
 
@@ -58,6 +59,7 @@ class Engine:
         attachment: the KV memory. The engine uses it until ``stop`` returns and does not close it.
         emit: called from the engine thread after each step, and once a second while idle.
         on_failed: called once, from the engine thread, with the error that stopped the engine.
+        spans: told of steps and of sequences' ends, for traces.
 
     Raises:
         PreconditionFailed: deterministic mode does not hold on this machine (NOT_DETERMINISTIC); or a GPU's kernels
@@ -72,12 +74,14 @@ class Engine:
         attachment: Attachment,
         emit: Callable[[StepResult], None],
         on_failed: Callable[[TailpackError], None] | None = None,
+        spans: NoSpans | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._attachment = attachment
         self._emit = emit
         self._on_failed = on_failed
+        self._spans = spans or NoSpans()
         torch.set_num_threads(config.num_threads)
         with torch.inference_mode(), naming_kernels(f"model {model.info.name}"):
             kv = KvView(model.geometry, attachment.arenas, attachment.tails)
@@ -192,6 +196,12 @@ class Engine:
         with self._lock:
             return self._load_now(self._num_unsaid)
 
+    def oldest_age_s(self) -> float:
+        """Since the submission of the sequence that is longest here and has not finished, in seconds; 0: none is."""
+        with self._lock:
+            oldest = next(iter(self._known.values()), None)
+            return (time.monotonic_ns() - oldest.submitted_ns) / 1e9 if oldest is not None else 0.0
+
     def _load_now(self, num_unsaid: int) -> Load:
         """Under the lock. What ran at the last look and is still known counts as running, all else known as waiting."""
         load = Load()
@@ -270,11 +280,16 @@ class Engine:
         if work:
             new_pages = self._held.reserve(work)
             self._mark_first_run(work)
+            traced = self._spans.step(work, self._held.kv.counters)
             step = self._runner.run(work)
+            traced.mark("forward")
             drawn = sample(step.logits, [_draw(w.sequence) for w in work if w.wants_logits])
+            traced.mark("sample")
             kept = self._held.keep_rows(work, step, new_pages)
+            traced.mark("seal")
             ends = self._commit(work, drawn)
             self._held.publish(work, kept)
+            traced.end()
             self._say(ends)
             self._counters.num_steps += 1
             self._counters.last_step_ns = time.monotonic_ns() - began_ns
@@ -467,6 +482,7 @@ class Engine:
             else:
                 self._counters.sequences_finished += 1
             self._outputs.append(_output(sequence, new, reason, error))
+            self._spans.ended(sequence, reason, error)
 
     def _end_all(self, error: TailpackError, *, failed: bool) -> None:
         """The engine's end: every sequence hears of it, whatever state it is in."""
