@@ -167,6 +167,7 @@ def token_command(tenant: str) -> None:
 @click.option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--stats", is_flag=True, help="Print time to first token, tokens/s and usage on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per chunk instead of text.")
+@click.option("--thinking", is_flag=True, help="Reason first, with models that know how (deepseek_v4).")
 @advanced_option("--model", default="", help="Which model, where several are served.")
 @advanced_option("--top-k", default=0, help="Sample among the k likeliest tokens (0: all).")
 @advanced_option("--top-p", type=float, help="Sample within this share of probability.")
@@ -204,8 +205,8 @@ def generate(
     """
     if (prompt is None) == (file is None):
         raise click.UsageError("give a PROMPT or --file, not both" if prompt else "give a PROMPT, '-' or --file FILE")
-    if raw and system:
-        raise click.UsageError("--system needs the chat template: leave --raw out")
+    if raw and (system or parameters["thinking"]):
+        raise click.UsageError(f"--{'system' if system else 'thinking'} needs the chat template: leave --raw out")
     if parameters["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs are printed with --json only: add it")
     shown = _Shown()

@@ -49,6 +49,8 @@ class Parameters(TypedDict, total=False):
     ignore_eos: bool
     prefix_reuse: str
     """"default", "any", "exact" or "none": what of the prompt may come from KV that is there already."""
+    thinking: bool
+    """The model reasons before it answers: the text begins with that, and "</think>". Of chats only."""
     resumable: bool
     """A lost connection does not abort the request; the client goes on where it was."""
     resume_grace_ms: int
@@ -97,6 +99,15 @@ def build_request(prompt: Prompt, **parameters: Unpack[Parameters]) -> router_pb
         resume_grace_ms=parameters.get("resume_grace_ms", 0),
     )
     _set_prompt(request, prompt)
+    if parameters.get("thinking"):
+        if request.WhichOneof("prompt") != "chat":
+            raise InvalidRequest(
+                "thinking needs a chat",
+                reason="THINKING_NEEDS_CHAT",
+                given=f"a prompt of {request.WhichOneof('prompt')}",
+                allowed="chat messages",
+            )
+        request.chat.thinking = True
     check_values(request)
     return request
 

@@ -31,6 +31,8 @@ from router.client import AsyncTailpack, as_chat, build_request
         ({"prompt": [("user", "\ud800")]}, "BAD_UNICODE"),
         ({"stop_strings": ["\udcff"]}, "BAD_UNICODE"),  # as a shell passes a byte that is not UTF-8
         ({"prompt": [("tool", "x")]}, "BAD_ROLE"),
+        ({"prompt": "x", "thinking": True}, "THINKING_NEEDS_CHAT"),
+        ({"prompt": [1], "thinking": True}, "THINKING_NEEDS_CHAT"),
     ],
 )
 def test_refused_by_name(parameters: dict[str, Any], reason: str) -> None:
@@ -69,3 +71,4 @@ def test_prompts_of_all_kinds() -> None:
     chat = build_request(as_chat("hi", "Be brief.")).chat
     assert [(message.role, message.content) for message in chat.messages] == [("system", "Be brief."), ("user", "hi")]
     assert list(build_request([1, 2]).token_ids.ids) == [1, 2]
+    assert not chat.thinking and build_request(as_chat("hi"), thinking=True).chat.thinking
