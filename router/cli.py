@@ -25,7 +25,8 @@ from protos.tls_options import client_tls, client_tls_options, server_tls, serve
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
 from router.answer_output import explained, json_line, stats_line
 from router.auth import check_tenant, file_lines, new_token
-from router.client import DEFAULT_ADDRESS, MAX_TIMEOUT_S, AsyncTailpack, as_chat, build_request
+from router.client import DEFAULT_ADDRESS, MAX_TIMEOUT_S, RetryPolicy, as_chat, build_request
+from router.connection_options import Connection, connection_options
 from router.server import RouterConfig, serve
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
 
@@ -153,7 +154,7 @@ def token_command(tenant: str) -> None:
 @click.command(cls=HelpAllCommand)
 @click.argument("prompt", required=False)
 @click.option("--file", "file", metavar="FILE", help="Read the prompt from a UTF-8 file ('-': standard input).")
-@click.option("--router", "address", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT")
+@connection_options
 @click.option("--system", help="System message of the chat.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option(
@@ -165,6 +166,7 @@ def token_command(tenant: str) -> None:
 @click.option("--temperature", default=0.0, show_default=True, help="0 always takes the likeliest token.")
 @click.option("--seed", type=int, help="Repeat a sampled answer.")
 @click.option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@click.option("--resumable", is_flag=True, help="Go on with the answer when the connection is lost.")
 @click.option("--stats", is_flag=True, help="Print time to first token, tokens/s and usage on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per chunk instead of text.")
 @click.option("--thinking", is_flag=True, help="Reason first, with models that know how (deepseek_v4).")
@@ -184,19 +186,31 @@ def token_command(tenant: str) -> None:
 @advanced_option(
     "--timeout-s", type=float, metavar="SECONDS", help=f"End the request after so long, at most {MAX_TIMEOUT_S}."
 )
+@advanced_option(
+    "--resume-grace-ms",
+    default=0,
+    metavar="MS",
+    help="How long a --resumable answer is kept without a connection (default 30000).",
+)
+@advanced_option(
+    "--retries",
+    default=RetryPolicy.max_retries,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Times to try again while nothing was answered, with growing waits.",
+)
 @advanced_option("--request-id", help="Id of the request, for Cancel and logs.")
-@advanced_option("--tenant", help="On whose behalf.")
 def generate(
     prompt: str | None,
     file: str | None,
-    address: str,
+    connection: Connection,
     system: str | None,
     raw: bool,
     stats: bool,
     as_json: bool,
     timeout_s: float | None,
+    retries: int,
     request_id: str | None,
-    tenant: str | None,
     **parameters: Any,
 ) -> None:
     """Stream the answer to PROMPT ('-' reads it from standard input).
@@ -213,11 +227,12 @@ def generate(
     try:
         text = read_prompt(prompt, file)
         request = build_request(text if raw else as_chat(text, system), **parameters)
-        interrupted = rpc.run(_print_answer(request, address, tenant, request_id, timeout_s, as_json, stats, shown))
+        sending = _Sending(connection, RetryPolicy(max_retries=retries), request_id, timeout_s)
+        interrupted = rpc.run(_print_answer(request, sending, as_json, stats, shown))
     except TailpackError as error:
         if shown.open_line:
             _write("\n")
-        raise explained(error, address, shown.num_tokens, timeout_s) from None
+        raise explained(error, connection.address, shown.num_tokens, timeout_s) from None
     except BrokenPipeError:  # the reader of our stdout (head, less) has seen enough
         sys.stdout = None  # or the interpreter complains when it flushes at exit
         sys.exit(EXIT_INTERRUPTED)
@@ -257,6 +272,16 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         ) from None
 
 
+@dataclass(frozen=True)
+class _Sending:
+    """How a request goes out."""
+
+    connection: Connection
+    retry: RetryPolicy
+    request_id: str | None
+    timeout_s: float | None
+
+
 @dataclass
 class _Shown:
     """What of an answer has been printed."""
@@ -267,10 +292,7 @@ class _Shown:
 
 async def _print_answer(
     request: router_pb2.GenerateRequest,
-    address: str,
-    tenant: str | None,
-    request_id: str | None,
-    timeout_s: float | None,
+    sending: _Sending,
     as_json: bool,
     stats: bool,
     shown: _Shown,
@@ -292,8 +314,8 @@ async def _print_answer(
     first_token: float | None = None
     last: router_pb2.GenerateResponse | None = None
     try:
-        async with AsyncTailpack(address, tenant=tenant) as client:
-            chunks = client.stream(request, request_id=request_id, timeout_s=timeout_s)
+        async with sending.connection.client(sending.retry, _say_waiting) as client:
+            chunks = client.stream(request, request_id=sending.request_id, timeout_s=sending.timeout_s)
             async for chunk in chunks:
                 if first_token is None and chunk.token_ids:
                     first_token = time.monotonic()
@@ -309,6 +331,12 @@ async def _print_answer(
     if stats and last is not None and last.finish_reason:
         click.echo(stats_line(last, started, first_token, time.monotonic()), err=True)
     return interrupted
+
+
+def _say_waiting(error: TailpackError, delay_s: float) -> None:
+    """Whoever watches learns why nothing happens; in a pipe stderr keeps to errors."""
+    if delay_s >= 0.5 and sys.stderr.isatty():
+        click.echo(f"[{error.message}; trying again in {delay_s:.1f} s]", err=True)
 
 
 def _write(text: str) -> None:

@@ -1,0 +1,113 @@
+"""Command-line options that say which cluster to call, and as whom. For every command that is a client of routers."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from protos.cli_options import advanced_option
+from protos.errors import ConfigError, TailpackError
+from protos.tls import ClientTls
+from protos.tls_options import client_tls, client_tls_options
+from router.client import DEFAULT_ADDRESS, AsyncTailpack, RetryPolicy
+
+TOKEN_VARIABLE = "TAILPACK_TOKEN"
+MAX_TOKEN_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What the options said. address: one router, or several with commas between."""
+
+    address: str = DEFAULT_ADDRESS
+    tenant: str | None = None
+    token: str | None = field(default=None, repr=False)
+    tls: ClientTls | None = None
+
+    def client(
+        self,
+        retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
+        on_retry: Callable[[TailpackError, float], None] = lambda error, delay_s: None,
+    ) -> AsyncTailpack:
+        """Not connected yet; the caller closes it."""
+        return AsyncTailpack(
+            self.address, tenant=self.tenant, token=self.token, tls=self.tls, retry=retry, on_retry=on_retry
+        )
+
+
+_OPTIONS = (
+    click.option(
+        "--router",
+        "address",
+        default=DEFAULT_ADDRESS,
+        show_default=True,
+        metavar="HOST:PORT",
+        help="Several, with commas between: the next one is asked where one fails.",
+    ),
+    click.option(
+        "--token-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help=f"Where routers ask for a token (else ${TOKEN_VARIABLE}).",
+    ),
+    client_tls_options,
+    advanced_option("--tenant", help="On whose behalf, where no token says so."),
+)
+
+
+def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options; the command gets one argument of them, `connection`."""
+
+    @functools.wraps(function)
+    def connected(
+        *,
+        address: str,
+        token_file: Path | None,
+        tls_ca: Path | None,
+        tls_client_cert: Path | None,
+        tls_client_key: Path | None,
+        tls_server_name: str | None,
+        tenant: str | None,
+        **others: Any,
+    ) -> Any:
+        tls = client_tls(tls_ca, tls_client_cert, tls_client_key, tls_server_name)
+        connection = Connection(address, tenant, read_token(token_file), tls)
+        return function(connection=connection, **others)
+
+    for option in reversed(_OPTIONS):
+        connected = option(connected)
+    return connected
+
+
+def read_token(file: Path | None) -> str | None:
+    """The token in a file, else in the environment, else None.
+
+    Raises:
+        ConfigError: TOKEN_UNREADABLE. What the file holds is not shown.
+    """
+    if file is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_TOKEN_BYTES + 1)
+        token = data.decode("ascii").strip()
+    except OSError as failure:
+        raise ConfigError(
+            "the token file cannot be read", reason="TOKEN_UNREADABLE", given=file, hint=failure.strerror
+        ) from None
+    except UnicodeDecodeError:
+        token = ""
+    if not token or len(data) > MAX_TOKEN_BYTES or not token.isprintable():
+        raise ConfigError(
+            "the token file holds no token",
+            reason="TOKEN_UNREADABLE",
+            given=file,
+            allowed=f"one line of printable ASCII, at most {MAX_TOKEN_BYTES} bytes",
+        )
+    return token
