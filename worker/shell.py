@@ -26,14 +26,18 @@ import torch
 from kvstore.client import Attachment, attach, stats
 from protos import kvstore_pb2, rpc, types_pb2, worker_pb2_grpc
 from protos.errors import InternalError, KvStoreLost, PreconditionFailed, TailpackError
+from protos.metrics import OFF, serving_metrics
 from protos.page_hash import PAGE_TOKENS
+from protos.tracing import Tracing
 from worker.config import WorkerConfig
 from worker.device_memory import DeviceMemory
 from worker.engine import Engine
 from worker.gpu import memory_of, store_name
 from worker.ledger import worker_memory
+from worker.metrics import StepObserver, WorkerCollector
 from worker.service import SERVICE, WorkerService
 from worker.sessions import Sessions
+from worker.tracing import SequenceSpans
 from worker.weights import Model, load_model
 
 log = structlog.get_logger("worker")
@@ -49,6 +53,8 @@ class Running:
 
     address: str
     info: types_pb2.WorkerInfo
+    metrics: str | None = None
+    """URL of its metrics."""
 
 
 async def serve(
@@ -58,12 +64,16 @@ async def serve(
     *,
     on_ready: Callable[[Running], None],
     drain_s: float = 30.0,
+    metrics: str = OFF,
+    tracing: Tracing | None = None,
 ) -> None:
     """Runs a worker until ``stop`` is set, then drains it: running sequences have ``drain_s`` seconds to end.
 
     Args:
         listen: ``host:port``; port 0 takes a free one.
         on_ready: called once, when requests are taken.
+        metrics: host:port of the page for Prometheus, or OFF.
+        tracing: where spans go; None: nowhere.
 
     Raises:
         ConfigError, ModelError, PreconditionFailed, CapacityError: it cannot start. Among them NO_SUCH_GPU.
@@ -73,6 +83,8 @@ async def serve(
     """
     torch.set_num_threads(config.num_threads)
     rpc.check_free(listen)  # before minutes of loading weights, not after
+    if metrics != OFF:
+        rpc.check_free(metrics)
     loop = asyncio.get_running_loop()
     broken: asyncio.Future[TailpackError] = loop.create_future()
 
@@ -89,35 +101,39 @@ async def serve(
     model = _within(model, attachment)
     with attachment:
         sessions = Sessions(loop)
+        observer = StepObserver(sessions.emit)
         engine = Engine(
             config,
             model,
             attachment,
-            sessions.emit,
+            observer.emit,
             on_failed=break_down,
+            spans=SequenceSpans(tracing) if tracing is not None else None,
         )
         info = _info(config, device, model)
-        service = WorkerService(
-            engine, sessions, info, partial(worker_memory, config, model, device), partial(_kv, config, device)
-        )
+        memory = partial(worker_memory, config, model, device)
+        service = WorkerService(engine, sessions, info, memory, partial(_kv, config, device))
         server = rpc.RpcServer("worker")
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, SERVICE)
         engine.start()
         expiry = asyncio.create_task(sessions.expire_forever(), name="grace times")
         try:
-            address = await server.start(listen)
-            await server.set_ready(True)
-            log.info("worker ready", worker=config.worker_id, address=address, incarnation=info.incarnation)
-            on_ready(Running(address, info))
-            if not await _until_stopped(stop, broken):
-                await server.set_ready(False)
-                service.drain("the worker is stopping")
-                await _drained(engine, sessions, broken, drain_s)
-            if broken.done():
-                engine.stop_because(broken.result())  # sequences end by name; harmless when it is the engine's own
-                await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
-            sessions.end()
-            await server.stop(1.0)
+            async with serving_metrics("worker", metrics, WorkerCollector(engine, observer, info, memory)) as url:
+                address = await server.start(listen)
+                await server.set_ready(True)
+                log.info(
+                    "worker ready", worker=config.worker_id, address=address, incarnation=info.incarnation, metrics=url
+                )
+                on_ready(Running(address, info, url))
+                if not await _until_stopped(stop, broken):
+                    await server.set_ready(False)
+                    service.drain("the worker is stopping")
+                    await _drained(engine, sessions, broken, drain_s)
+                if broken.done():
+                    engine.stop_because(broken.result())  # sequences end by name; harmless when it is the engine's own
+                    await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
+                sessions.end()
+                await server.stop(1.0)
         finally:
             expiry.cancel()
             try:
