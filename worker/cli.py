@@ -60,7 +60,7 @@ def seconds(text: str) -> float:
     "--model",
     default="smollm2",
     show_default=True,
-    help="What to serve: smollm2, a folder in the Hugging Face layout, or a GGUF file.",
+    help="What to serve: smollm2, tiny-v4, a folder in the Hugging Face layout, or a GGUF file.",
 )
 @click.option("--listen", default="127.0.0.1:7700", show_default=True, help="Where the router listens.")
 @click.option(
@@ -106,6 +106,9 @@ def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> Non
     """Run a whole cluster on this machine: kvstore, workers under Ray, router.
 
     Ctrl-C lets running answers end and stops everything; a second Ctrl-C ends everything at once.
+
+    tiny-v4 is a random DeepSeek-V4 of a few megabytes, made on the spot to try that family: what it says means nothing.
+    Real ones are loaded from their official folder, FP8 and FP4 weights included, where one device holds them whole.
     """
     from worker import up as supervisor
     from worker.cluster_config import ClusterConfig

@@ -23,8 +23,9 @@ from rich.console import Console
 
 from protos import router_pb2, router_pb2_grpc, rpc, worker_pb2, worker_pb2_grpc
 from protos.errors import CapacityError, ModelError, PreconditionFailed, TailpackError, Unavailable
+from worker import memory_plan
 from worker.child import STARTING, Child, ChildDied, kill_descendants, last_problem
-from worker.cluster_config import ClusterConfig, arena_bytes_of
+from worker.cluster_config import ClusterConfig, arena_bytes_of, memory_table
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's own; the least it takes. Nothing of ours goes through it
 START_TIMEOUT_S = 60.0
@@ -120,6 +121,8 @@ class Cluster:
         with self._stage("Ray") as done:
             self._start_ray()
             done("local, without dashboard")
+        memory = memory_plan.table(memory_table(config, arena_bytes))
+        self.console.print(f"memory of each worker: {memory}", highlight=False, soft_wrap=True)
         with self._stage("workers") as done:
             self._start_workers(arena_bytes)
             addresses, longest = ", ".join(w.address for w in self._workers), self._workers[0].max_sequence_tokens
