@@ -17,8 +17,7 @@ from structlog.testing import capture_logs
 
 from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
-from router import admission, registry, relay
-from router import requests as requests_module
+from router import admission, generation, registry, relay
 from router.client import PREFIX_REUSE, AsyncTailpack, build_request
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
@@ -376,13 +375,13 @@ async def test_requests_too_large_together_are_refused_with_a_retry_hint(folder:
 
 async def test_a_submission_is_dropped_at_the_first_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = requests_module._submission
+    original = generation._submission
 
     def keeping(*arguments: Any) -> Any:
         made.append(original(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(requests_module, "_submission", keeping)
+    monkeypatch.setattr(generation, "_submission", keeping)
     async with cluster(folder, Script([5], endless=True, first_s=0.2, every_s=0.01)) as it:
         stream = it.client.generate("x", max_tokens=4000)
         first = asyncio.ensure_future(anext(stream))
@@ -545,7 +544,7 @@ async def test_the_log_tells_a_deadline_from_a_client_that_left(folder: Path, ti
 def test_a_deadline_counts_as_met_within_the_way_and_the_rounding(
     deadline_s: float | None, remaining_s: float | None, ran_out: bool
 ) -> None:
-    assert requests_module._ran_out(deadline_s, remaining_s) is ran_out
+    assert generation._ran_out(deadline_s, remaining_s) is ran_out
 
 
 async def test_cancel_rpc_ends_own_requests_of_the_same_tenant_only(folder: Path) -> None:

@@ -1,0 +1,298 @@
+"""One request from its first check to its last chunk: admitted, tokenised, placed, relayed, accounted for."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import structlog
+
+from protos import router_pb2, types_pb2, worker_pb2
+from protos.errors import CapacityError, DeadlineExceeded, RequestCancelled, TailpackError, Unavailable
+from router import policy
+from router.admission import Call
+from router.detokenizer import Detokenizer
+from router.prompt_log import prompt_text
+from router.registry import WorkerLink
+from router.relay import Relay
+from router.validate import DEFAULT_MAX_TOKENS, check_fits, check_request, check_text_fits
+
+if TYPE_CHECKING:
+    from router.requests import Requests
+
+log = structlog.get_logger("router")
+
+MAX_ATTEMPTS = 3
+DEADLINE_LAG_S = 0.25
+"""A client that ends its call with no more than this left of the deadline is taken to have met the deadline."""
+
+
+class Answer:
+    """One request between its first check and its end; one log line comes of it.
+
+    Entering it returns with the first chunk there; before that a worker that fails is replaced by another.
+
+    Raises, on entering and from iterating: TailpackError. What was emitted comes ahead of an error.
+    """
+
+    def __init__(self, requests: Requests, request: router_pb2.GenerateRequest, call: Call) -> None:
+        self.call = call
+        self._requests = requests
+        self._request = request
+        self._held = contextlib.ExitStack()  # what is given back at the end, whatever happened
+        self._started_ns = time.monotonic_ns()
+        self._deadline_s = call.remaining_s()
+        self._cancelled = False
+        self._relay: Relay | None = None
+        self._link: WorkerLink | None = None
+        self._first: router_pb2.GenerateResponse | None = None
+        self._finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
+        self._model = ""
+        self._num_prompt_tokens = 0
+        self._num_charged = 0  # of its prompt's tokens, to its tenant
+        self._tokenized_ns: int | None = None
+        self._num_retries = 0
+
+    async def __aenter__(self) -> Self:
+        requests = self._requests
+        requests.counters.requests += 1
+        try:
+            await requests.admission.enter(self.call, self.cancel)
+            self._held.callback(requests.admission.leave, self.call)
+            check_request(self._request)
+            self._held.enter_context(requests.admission.holding(self.call, self._request.ByteSize()))
+            self._first = await self._begin()
+        except BaseException as error:
+            self._end(error)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end(error)  # also on cancellation: nothing here waits
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> router_pb2.GenerateResponse:
+        assert self._relay is not None, "use it inside `async with`"
+        chunk, self._first = self._first, None
+        if chunk is None:
+            chunk = await self._relay.next_chunk()
+            if chunk is None:
+                raise StopAsyncIteration
+        if chunk.finish_reason:
+            self._finish_reason = chunk.finish_reason
+        return chunk
+
+    def cancel(self) -> None:
+        """Somebody asked to end it: its caller gets a last chunk that says so."""
+        self._cancelled = True
+        if self._relay is not None:
+            self._relay.cancel()
+
+    # --- placing ---
+
+    async def _begin(self) -> router_pb2.GenerateResponse | None:
+        """Tokenises and places; places again on another worker while nothing was emitted. Returns the first chunk.
+
+        The submission is this call's alone: it ends with the first token, where the stream may live for hours.
+        """
+        requests, request = self._requests, self._request
+        if self._deadline_s is not None and self._deadline_s <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was placed")
+        model = requests.model(request.model)
+        self._model = model.name
+        prompt = await self._tokenize(model)
+        self._tokenized_ns = time.monotonic_ns()
+        requests.metrics.tokenize.observe((self._tokenized_ns - self._started_ns) / 1e9)
+        self._num_prompt_tokens = len(prompt)
+        check_fits(prompt, list(request.stop.stop_token_ids), model)
+        requests.tenants.admit_prompt(self.call.tenant, len(prompt))
+        self._num_charged = len(prompt)
+        submit = _submission(request, self.call, prompt, model, self._deadline_s)
+        placement = policy.Placement(len(prompt), submit.stop.max_tokens)
+        del prompt  # a long one is tens of megabytes as a list, and may queue for minutes
+        tried: list[str] = []
+        failure: TailpackError | None = None
+        while True:
+            link = self._choose(model.name, placement, tried, failure)
+            tried.append(link.address)
+            if failure is not None:
+                self._num_retries += 1
+                requests.counters.retries += 1
+            relay = self._place(submit, placement, link, model)
+            try:
+                return await relay.next_chunk()
+            except (Unavailable, CapacityError) as error:  # before any token: what was emitted comes ahead of an error
+                if len(tried) >= MAX_ATTEMPTS:
+                    raise
+                failure = error
+                link.detach(self.call.sequence_id)
+
+    async def _tokenize(self, model: types_pb2.ModelInfo) -> list[int]:
+        tokenizer, request = self._requests.tokenizer, self._request
+
+        def check(text: str) -> None:
+            check_text_fits(text, tokenizer.min_tokens(text), model)
+
+        match request.WhichOneof("prompt"):
+            case "chat":
+                messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
+                return await tokenizer.encode_chat(messages, check, thinking=request.chat.thinking)
+            case "text":
+                return await tokenizer.encode_text(request.text, check)
+            case _:
+                return list(request.token_ids.ids)
+
+    def _choose(
+        self, model: str, placement: policy.Placement, tried: list[str], failure: TailpackError | None
+    ) -> WorkerLink:
+        if self._cancelled:
+            raise RequestCancelled("the request was cancelled before it ran")
+        registry = self._requests.registry
+        candidates = (link.candidate() for link in registry.ready(model))
+        address = policy.choose(candidates, placement, self.call.request_id, tried)
+        if address is None:
+            raise failure or self._requests.no_worker()
+        return registry.links[address]
+
+    def _place(
+        self, submit: worker_pb2.Submit, placement: policy.Placement, link: WorkerLink, model: types_pb2.ModelInfo
+    ) -> Relay:
+        request = self._request
+        hidden = set(request.stop.stop_token_ids)
+        if not request.stop.ignore_eos:
+            hidden.update(model.eos_token_ids)
+        relay = Relay(
+            self.call.request_id,
+            link.worker_id,
+            num_prompt_tokens=placement.prompt_tokens,
+            detokenizer=Detokenizer(
+                self._requests.tokenizer.tokens, frozenset(hidden), text_begins=request.WhichOneof("prompt") == "chat"
+            ),
+            stop_strings=request.stop_strings,
+            abort=lambda: link.abort(self.call.sequence_id),
+            itl=self._requests.metrics.itl,
+            emitted=partial(self._requests.tenants.charge, self.call.tenant),
+        )
+        link.submit(submit, relay, placement)
+        self._link, self._relay = link, relay
+        return relay
+
+    # --- the end ---
+
+    def _end(self, error: BaseException | None) -> None:
+        outcome, reason = self._outcome(error)
+        if self._link is not None:
+            self._link.detach(self.call.sequence_id)
+        if outcome in ("rejected", "failed") and self._num_charged and not (self._relay and self._relay.num_tokens):
+            self._requests.tenants.charge(self.call.tenant, -self._num_charged)  # it got nothing for them
+        self._held.close()
+        self._account(outcome, reason)
+
+    def _outcome(self, error: BaseException | None) -> tuple[str, str]:
+        """Which counter the request ends in, and why it ended."""
+        if isinstance(error, TailpackError):
+            if isinstance(error, RequestCancelled | DeadlineExceeded):
+                return "cancelled", error.reason
+            return ("failed" if self._link is not None else "rejected"), error.reason
+        if isinstance(error, Exception):
+            return "failed", type(error).__name__
+        if self._finish_reason:
+            aborted = self._finish_reason == types_pb2.FINISH_REASON_ABORTED
+            return ("cancelled" if aborted else "finished"), _short(self._finish_reason)
+        if _ran_out(self._deadline_s, self.call.remaining_s()):
+            return "cancelled", "DEADLINE_EXCEEDED"
+        return "cancelled", "CLIENT_GONE"
+
+    def _account(self, outcome: str, reason: str) -> None:
+        """Counts the request, and logs its one line."""
+        relay, counters, metrics = self._relay, self._requests.counters, self._requests.metrics
+        setattr(counters, outcome, getattr(counters, outcome) + 1)
+        metrics.end(self.call.door, outcome, reason)
+        total_ns = time.monotonic_ns() - self._started_ns
+        metrics.duration.observe(total_ns / 1e9)
+        usage = timings = pace = None
+        num_tokens = 0
+        if relay is not None:
+            pace, num_tokens = relay.pace, relay.num_tokens
+            counters.prompt_tokens += self._num_prompt_tokens
+            counters.output_tokens += num_tokens
+            if pace.first_ns is not None:
+                metrics.ttft.observe((pace.first_ns - self._started_ns) / 1e9)
+            if relay.last_output is not None:
+                usage, timings = relay.last_output.usage, relay.last_output.timings
+                if num_tokens:
+                    metrics.reused(usage.cached_prompt_tokens, usage.prefix_exact)
+        log.info(
+            "request",
+            request_id=self.call.request_id,
+            tenant=self.call.tenant,
+            door=self.call.door,
+            model=self._model,
+            worker=self._link.worker_id if self._link is not None else None,
+            outcome=outcome,
+            reason=reason,
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=usage.cached_prompt_tokens if usage else None,
+            prefix_exact=usage.prefix_exact if usage else None,
+            output_tokens=num_tokens,
+            retries=self._num_retries,
+            tokenize_ms=_ms(self._started_ns, self._tokenized_ns),
+            queue_ms=_ms(0, timings.queue_ns) if timings else None,
+            prefill_ms=_ms(0, timings.prefill_ns) if timings else None,
+            decode_ms=_ms(0, timings.decode_ns) if timings else None,
+            ttft_ms=_ms(self._started_ns, pace.first_ns if pace else None),
+            itl_mean_ms=_ms(0, pace.mean_gap_ns(num_tokens)) if pace else None,
+            itl_max_ms=_ms(0, pace.longest_gap_ns) if pace and num_tokens > 1 else None,
+            total_ms=_ms(0, total_ns),
+            traceparent=self.call.traceparent or None,
+            **({"prompt": prompt_text(self._request)} if self._requests.log_prompts else {}),
+        )
+
+
+def _submission(
+    request: router_pb2.GenerateRequest,
+    call: Call,
+    prompt: list[int],
+    model: types_pb2.ModelInfo,
+    remaining_s: float | None,
+) -> worker_pb2.Submit:
+    room = model.max_sequence_tokens - len(prompt)
+    submit = worker_pb2.Submit(
+        request_id=call.sequence_id,
+        tenant=call.tenant,
+        prompt_token_ids=prompt,
+        sampling=request.sampling,
+        stop=request.stop,
+        traceparent=call.traceparent,
+        prefix_reuse=request.prefix_reuse,
+    )
+    submit.stop.max_tokens = min(room, request.stop.max_tokens or DEFAULT_MAX_TOKENS)
+    if remaining_s is not None:
+        submit.deadline_unix_ns = time.time_ns() + int(remaining_s * 1e9)
+    return submit
+
+
+def _ran_out(deadline_s: float | None, remaining_s: float | None) -> bool:
+    """Whether a call that the client ended was ended by its deadline; both in seconds, None without a deadline.
+
+    The client's clock runs out first: it started earlier, by the way here, and gRPC rounds up what it sends, by 1% at
+    most.
+    """
+    if deadline_s is None or remaining_s is None:
+        return False
+    return remaining_s <= 0.01 * deadline_s + min(DEADLINE_LAG_S, deadline_s / 4)
+
+
+def _short(reason: types_pb2.FinishReason.ValueType) -> str:
+    return types_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")
+
+
+def _ms(start_ns: int, end_ns: int | None) -> float | None:
+    return None if end_ns is None else round((end_ns - start_ns) / 1e6, 2)
