@@ -6,10 +6,12 @@ The sync flavour runs on a thread: the router of these tests lives on the test's
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from protos import errors, router_pb2
 from protos.errors import TailpackError
 from router.client import Answer, AsyncTailpack, Chunk, RetryPolicy, Tailpack
+from router.connection_options import read_token
 from tests.scenarios.fake_router import TEXTS, Call, Plan, fake_routers
 from tests.scenarios.router_harness import until
 
@@ -99,7 +102,7 @@ async def fails(running: Any) -> TailpackError:
 
 
 async def test_cut_at_every_token_a_resumable_answer_is_whole(flavour: Flavour) -> None:
-    async with fake_routers(lambda call: Plan()) as (router,):
+    async with fake_routers(lambda call: WHOLE) as (router,):
         client = flavour(router.address, retry=QUICK)
         for cut in range(len(TEXTS) + 1):
             begin = len(router.calls)
@@ -129,7 +132,7 @@ async def test_cut_again_and_again_it_goes_on_at_another_router(flavour: Flavour
 
 
 async def test_a_router_that_stops_cuts_its_calls(flavour: Flavour) -> None:
-    async with fake_routers(lambda call: Plan(at=3, hang=True), lambda call: Plan()) as (one, two):
+    async with fake_routers(lambda call: Plan(at=3, hang=True), lambda call: WHOLE) as (one, two):
         two.kept = one.kept
         client = flavour(f"{one.address},{two.address}", retry=QUICK)
         reading = asyncio.create_task(client.collect(resumable=True))
@@ -168,7 +171,7 @@ async def test_what_is_kept_is_asked_for_until_the_grace_is_over(flavour: Flavou
 
 async def test_an_accepted_request_without_a_token_yet_is_kept_too(flavour: Flavour) -> None:
     """A long prompt is computed for minutes: a lost connection must not lose that."""
-    async with fake_routers(lambda call: LOST if call.number < 6 else Plan()) as (router,):
+    async with fake_routers(lambda call: LOST if call.number < 6 else WHOLE) as (router,):
         client = flavour(router.address, retry=RetryPolicy(1, 0.001, 0.001))
         check_whole(await client.collect(resumable=True))
         assert [call.method for call in router.calls] == ["Generate"] * 7
@@ -177,7 +180,7 @@ async def test_an_accepted_request_without_a_token_yet_is_kept_too(flavour: Flav
 
 
 async def test_another_process_resumes_by_the_id(flavour: Flavour) -> None:
-    async with fake_routers(lambda call: Plan()) as (router,):
+    async with fake_routers(lambda call: WHOLE) as (router,):
         router.kept.add("known")
         client = flavour(router.address, retry=QUICK)
         offsets = {"token_offset": 4, "text_offset": len("".join(TEXTS[:4]).encode())}
@@ -257,7 +260,7 @@ async def test_after_a_token_only_a_resumable_answer_goes_on(flavour: Flavour) -
 
 
 async def test_the_next_address_is_tried_at_once_and_remembered(flavour: Flavour) -> None:
-    async with fake_routers(lambda call: LOST, lambda call: Plan()) as (down, up):
+    async with fake_routers(lambda call: LOST, lambda call: WHOLE) as (down, up):
         client = flavour(f"{down.address},{up.address}", retry=RetryPolicy(1, first_delay_s=3600.0))
         check_whole(await client.collect())
         check_whole(await client.collect())
@@ -267,7 +270,7 @@ async def test_the_next_address_is_tried_at_once_and_remembered(flavour: Flavour
 
 
 async def test_a_router_that_is_gone_is_passed_over(flavour: Flavour) -> None:
-    async with fake_routers(lambda call: Plan()) as (router,):
+    async with fake_routers(lambda call: WHOLE) as (router,):
         client = flavour(f"127.0.0.1:1,{router.address}", retry=RetryPolicy(1, first_delay_s=3600.0))
         assert (await client.call("stats")).router_id == router.address
         check_whole(await client.collect())
@@ -405,13 +408,60 @@ async def test_addresses_that_are_none_are_refused(flavour: Flavour, address: st
 
 
 async def test_complete_returns_the_whole_answer(flavour: Flavour) -> None:
-    async with fake_routers(lambda call: Plan()) as (router,):
+    async with fake_routers(lambda call: WHOLE) as (router,):
         client = flavour(router.address)
         answer = await client.call("complete", "x", request_id="r")
         assert (answer.text, answer.request_id, answer.worker_id) == (TEXT, "r", "w")
         assert answer.usage.prompt_tokens == 3
         assert await client.call("cancel", "r") is False
         await client.call("close")
+
+
+# --- tailpack generate ---
+
+
+def _generate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "protos.cli", "generate", *arguments, "x"]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+
+
+async def test_generate_resumes_at_another_router_with_its_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    async with fake_routers(first_call(Plan(at=2)), lambda call: WHOLE) as (one, two):
+        two.kept = one.kept
+        routers = f"127.0.0.1:1,{one.address},{two.address}"
+        done = await asyncio.to_thread(
+            _generate,
+            "--router",
+            routers,
+            "--resumable",
+            "--token-file",
+            str(tmp_path / "token"),
+            TAILPACK_TOKEN="other",
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, TEXT + "\n", "")
+        calls = [*one.calls, *two.calls]
+        assert [call.method for call in calls] == ["Generate", "Resume"]
+        assert {call.metadata["authorization"] for call in calls} == {"Bearer s3cret"}
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"caf\xc3\xa9", b"two\nlines", b"x" * 5000, None])
+def test_a_file_without_a_token_is_refused_and_not_shown(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(errors.ConfigError) as caught:
+        read_token(file)
+    assert caught.value.reason == "TOKEN_UNREADABLE"
+    assert "caf" not in str(caught.value) and "xxx" not in str(caught.value)
+
+
+def test_the_environment_may_hold_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILPACK_TOKEN", "s3cret")
+    assert read_token(None) == "s3cret"
+    monkeypatch.setenv("TAILPACK_TOKEN", "")
+    assert read_token(None) is None
 
 
 def test_importing_the_client_is_cheap() -> None:
