@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import h11
@@ -25,6 +25,9 @@ HEAD_TIMEOUT_S = 20.0
 their own (router/http.py); what is left of one that was refused unread must be here in this time too."""
 DEAD_AFTER_S = 60
 """Without any acknowledgement of what was sent, or of a keep-alive probe, the caller's machine is gone."""
+
+FLUSH_S = 1.0
+"""How long a stopping server waits for callers to take what was written to them."""
 
 
 class HttpServer:
@@ -47,7 +50,6 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=0,
             limit_concurrency=MAX_CONNECTIONS,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
@@ -77,20 +79,44 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Closes everything; requests that still run are cancelled. Returns when they have ended."""
-        if self._serving is None:
-            return
-        tasks = list(self._server.server_state.tasks)
-        self._server.should_exit = True
-        await self._serving
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
+        if self._serving is not None:
+            self._server.stopping.set()
+            await self._serving
 
 
 class _Server(uvicorn.Server):
+    """uvicorn's, with a stop that waits for nothing but what it cancels."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stopping = asyncio.Event()
+
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield  # signals are the process's
+
+    async def main_loop(self) -> None:
+        while not self.stopping.is_set():
+            await self.on_tick(0)  # sets the Date header
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self.stopping.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        tasks = list(self.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        open_ones = list(self.server_state.connections)
+        for connection in open_ones:
+            connection.transport.close()  # behind what it has yet to send
+        ends = asyncio.get_running_loop().time() + FLUSH_S
+        while self.server_state.connections and asyncio.get_running_loop().time() < ends:
+            await asyncio.sleep(0.005)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 class _Protocol(H11Protocol):
