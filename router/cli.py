@@ -22,6 +22,7 @@ from protos import logs, router_pb2, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.errors import InvalidRequest, TailpackError
 from protos.tls_options import client_tls, client_tls_options, server_tls, server_tls_options
+from protos.tracing import endpoint_of
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
 from router.answer_output import explained, json_line, stats_line
 from router.auth import check_tenant, file_lines, new_token
@@ -84,6 +85,7 @@ def router_group() -> None:
 )
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log (default: JSON unless at a terminal).")
 @advanced_option("--log-prompts", is_flag=True, help="Log what callers send; without it no log has text of prompts.")
+@advanced_option("--otlp-endpoint", metavar="URL", help="Collector that traces go to.  [default: OTEL_* variables]")
 @advanced_option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
 def serve_command(
     listen: str,
@@ -102,6 +104,7 @@ def serve_command(
     tls_server_name: str | None,
     local_socket: Path | None,
     log_prompts: bool,
+    otlp_endpoint: str | None,
     log_json: bool | None,
     log_level: str,
 ) -> None:
@@ -119,6 +122,7 @@ def serve_command(
         max_in_flight,
         max_request_bytes,
         log_prompts,
+        otlp_endpoint=endpoint_of(otlp_endpoint),
         tokens=tokens,
         tls=server_tls(tls_cert, tls_key, tls_client_ca),
         worker_tls=client_tls(tls_ca, tls_client_cert, tls_client_key, tls_server_name),

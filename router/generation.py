@@ -12,6 +12,7 @@ import structlog
 
 from protos import router_pb2, types_pb2, worker_pb2
 from protos.errors import CapacityError, DeadlineExceeded, RequestCancelled, TailpackError, Unavailable
+from protos.tracing import NoSpan, Span, error_name, request_span
 from router import policy
 from router.admission import Call
 from router.detokenizer import Detokenizer
@@ -44,6 +45,8 @@ class Answer:
         self._request = request
         self._held = contextlib.ExitStack()  # what is given back at the end, whatever happened
         self._started_ns = time.monotonic_ns()
+        self._span = request_span(requests.tracing, call.traceparent, request_id=call.request_id, door=call.door)
+        self._relay_span: Span | NoSpan | None = None  # of the newest placement; the worker's spans are below it
         self._deadline_s = call.remaining_s()
         self._cancelled = False
         self._relay: Relay | None = None
@@ -107,7 +110,8 @@ class Answer:
             raise DeadlineExceeded("the deadline passed before the request was placed")
         model = requests.model(request.model)
         self._model = model.name
-        prompt = await self._tokenize(model)
+        with self._span.phase("tokenize"):
+            prompt = await self._tokenize(model)
         self._tokenized_ns = time.monotonic_ns()
         requests.metrics.tokenize.observe((self._tokenized_ns - self._started_ns) / 1e9)
         self._num_prompt_tokens = len(prompt)
@@ -120,11 +124,14 @@ class Answer:
         tried: list[str] = []
         failure: TailpackError | None = None
         while True:
-            link = self._choose(model.name, placement, tried, failure)
+            with self._span.phase("place"):
+                link = self._choose(model.name, placement, tried, failure)
             tried.append(link.address)
             if failure is not None:
                 self._num_retries += 1
                 requests.counters.retries += 1
+            relay_span = self._relay_span = self._span.begin("relay", worker=link.worker_id)
+            submit.traceparent = relay_span.traceparent
             relay = self._place(submit, placement, link, model)
             try:
                 return await relay.next_chunk()
@@ -132,6 +139,8 @@ class Answer:
                 if len(tried) >= MAX_ATTEMPTS:
                     raise
                 failure = error
+                relay_span.end(error=error.reason)
+                self._relay_span = None
                 link.detach(self.call.sequence_id)
 
     async def _tokenize(self, model: types_pb2.ModelInfo) -> list[int]:
@@ -194,6 +203,16 @@ class Answer:
             self._requests.tenants.charge(self.call.tenant, -self._num_charged)  # it got nothing for them
         self._held.close()
         self._account(outcome, reason)
+        self._end_spans(reason, error)
+
+    def _end_spans(self, reason: str, error: BaseException | None) -> None:
+        failed = error_name(error) if isinstance(error, Exception) else None
+        if self._relay_span is not None:
+            if self._relay is not None and self._relay.pace.first_ns is not None:
+                self._relay_span.event("first token", self._relay.pace.first_ns)
+            self._relay_span.end(error=failed)
+        self._span.set(model=self._model, prompt_tokens=self._num_prompt_tokens, reason=reason)
+        self._span.end(error=failed)
 
     def _outcome(self, error: BaseException | None) -> tuple[str, str]:
         """Which counter the request ends in, and why it ended."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from protos import router_pb2, rpc, types_pb2
 from protos.errors import InvalidRequest, NotFound, Unavailable
 from protos.tls import ClientTls
+from protos.tracing import Tracing
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES, Admission, Call, sequence_id
 from router.generation import Answer
 from router.metrics import RequestMetrics, histogram_message
@@ -51,6 +52,7 @@ class Requests:
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
         log_prompts: bool = False,
+        tracing: Tracing | None = None,
         limits_of: Callable[[str], TenantLimits] = lambda tenant: NO_LIMITS,
         worker_tls: ClientTls | None = None,
         on_ready: Callable[[bool], None] = lambda ready: None,
@@ -61,6 +63,7 @@ class Requests:
             addresses: of the workers.
             max_in_flight, max_request_bytes: of all requests in flight; more are refused with a retry hint.
             log_prompts: a request's line in the log has its prompt.
+            tracing: where spans go; None: nowhere.
             limits_of: each tenant's limits; asked anew for each request.
             worker_tls: how to reach the workers; None: in plain text.
             on_ready: told whenever a worker comes or goes, whether any is ready.
@@ -71,6 +74,7 @@ class Requests:
         self.counters = Counters()
         self.metrics = RequestMetrics()
         self.log_prompts = log_prompts
+        self.tracing = tracing
         self._on_ready = on_ready
         self._started_ns = time.monotonic_ns()
         facts = TokenizerFacts(tokenizer.digest, tokenizer.vocab_size)

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from protos import router_pb2_grpc, rpc
+from protos import router_pb2_grpc, rpc, tracing
 from protos.metrics import EventLoopProbe, ProcessMetrics, exported
 from protos.tls import ClientTls, ServerTls
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
@@ -28,9 +28,10 @@ log = structlog.get_logger("router")
 class RouterConfig:
     """listen: host:port, port 0 takes a free one. drain_s: how long running streams may go on after SIGTERM.
 
-    log_prompts: a request's line in the log has its prompt as well. tokens: file of tenants' tokens; None: callers are
-    taken at their word. tls: of this router's doors; worker_tls: of the way to the workers. local_socket: a unix socket
-    that takes the same calls in plain text, without tokens: its folder's permissions say who may.
+    log_prompts: a request's line in the log has its prompt as well. otlp_endpoint: where spans go. tokens: file of
+    tenants' tokens; None: callers are taken at their word. tls: of this router's doors; worker_tls: of the way to
+    the workers. local_socket: a unix socket that takes the same calls in plain text, without tokens: its folder's
+    permissions say who may.
     """
 
     listen: str
@@ -40,6 +41,7 @@ class RouterConfig:
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
     log_prompts: bool = False
+    otlp_endpoint: str | None = None
     tokens: Path | None = None
     tls: ServerTls | None = None
     worker_tls: ClientTls | None = None
@@ -68,12 +70,14 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         (ready if any_ready else not_ready).set()
         (not_ready if any_ready else ready).clear()
 
+    traces = tracing.configure("router", config.otlp_endpoint)
     requests = Requests(
         Tokenizer(config.model_dir),
         list(config.workers),
         max_in_flight=config.max_in_flight,
         max_request_bytes=config.max_request_bytes,
         log_prompts=config.log_prompts,
+        tracing=traces,
         limits_of=authenticator.limits_of,
         worker_tls=config.worker_tls,
         on_ready=on_ready,
@@ -105,6 +109,8 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         for each in servers:
             await each.stop(0.0)
         await requests.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.stop)
 
 
 def _tell_who_may_call(config: RouterConfig) -> None:

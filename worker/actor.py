@@ -17,8 +17,9 @@ from typing import Any
 import ray
 import structlog
 
-from protos import logs, rpc
+from protos import logs, rpc, tracing
 from protos.errors import TailpackError
+from protos.metrics import OFF
 from worker import shell
 from worker.child import STARTING
 from worker.config import WorkerConfig
@@ -38,18 +39,29 @@ class Ready:
     incarnation: str
     pid: int
     max_sequence_tokens: int
+    metrics: str | None
 
 
 class WorkerActor:
     """A worker in an actor process. Its server has a thread and event loop of its own; Ray's only hears the methods."""
 
-    def __init__(self, config: dict[str, Any], listen: str, drain_s: float, log_file: str | None = None) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        listen: str,
+        drain_s: float,
+        log_file: str | None = None,
+        metrics: str = OFF,
+        otlp_endpoint: str | None = None,
+    ) -> None:
         """
         Args:
             config: WorkerConfig.to_dict().
             listen: ``host:port`` with a fixed port.
             drain_s: how long ``stop`` lets running sequences go on.
             log_file: where this process's stderr goes; None leaves it to Ray.
+            metrics: host:port of the page for Prometheus, with a fixed port, or OFF.
+            otlp_endpoint: where spans go; None: nowhere.
         """
         if log_file is not None:
             descriptor = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -63,6 +75,8 @@ class WorkerActor:
         self._config = config
         self._listen = listen
         self._drain_s = drain_s
+        self._metrics = metrics
+        self._otlp_endpoint = otlp_endpoint
         self._ready: concurrent.futures.Future[Ready] = concurrent.futures.Future()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._stop: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
@@ -95,14 +109,27 @@ class WorkerActor:
         stop = asyncio.Event()
         self._stop = (asyncio.get_running_loop(), stop)
         log.info(STARTING, worker=self._config["worker_id"], pid=os.getpid())
-        await shell.serve(
-            WorkerConfig.from_dict(self._config), self._listen, stop, on_ready=self._on_ready, drain_s=self._drain_s
-        )
+        traces = tracing.configure("worker", self._otlp_endpoint)
+        try:
+            await shell.serve(
+                WorkerConfig.from_dict(self._config),
+                self._listen,
+                stop,
+                on_ready=self._on_ready,
+                drain_s=self._drain_s,
+                metrics=self._metrics,
+                tracing=traces,
+            )
+        finally:
+            if traces is not None:
+                traces.stop()
 
     def _on_ready(self, running: shell.Running) -> None:
         info = running.info
         longest = info.model.max_sequence_tokens
-        self._ready.set_result(Ready(running.address, info.worker_id, info.incarnation, os.getpid(), longest))
+        self._ready.set_result(
+            Ready(running.address, info.worker_id, info.incarnation, os.getpid(), longest, running.metrics)
+        )
 
 
 def actor_options(config: WorkerConfig) -> dict[str, Any]:
@@ -116,9 +143,17 @@ def actor_options(config: WorkerConfig) -> dict[str, Any]:
     }
 
 
-def create(config: WorkerConfig, listen: str, *, drain_s: float, log_file: Path | None = None) -> Any:
+def create(
+    config: WorkerConfig,
+    listen: str,
+    *,
+    drain_s: float,
+    log_file: Path | None = None,
+    metrics: str = OFF,
+    otlp_endpoint: str | None = None,
+) -> Any:
     """Starts a worker as a named actor of the current Ray namespace. Returns its handle at once; then ask ``ready``."""
     remote = ray.remote(WorkerActor)
     return remote.options(**actor_options(config)).remote(
-        config.to_dict(), listen, drain_s, str(log_file) if log_file else None
+        config.to_dict(), listen, drain_s, str(log_file) if log_file else None, metrics, otlp_endpoint
     )

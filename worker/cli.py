@@ -15,8 +15,9 @@ import click
 
 from kernels.widths import PRESETS
 from kvstore.geometry import COMPILED_MODES, ITEM_BYTES
-from protos import logs, rpc
+from protos import logs, rpc, tracing
 from protos.cli_options import HelpAllCommand, advanced_option
+from protos.metrics import OFF
 from worker.config import ADMISSIONS, DEFAULT_PRESET, default_dtype
 
 # Choices as the help shows them; WorkerConfig refuses any other.
@@ -99,6 +100,15 @@ def seconds(text: str) -> float:
 @advanced_option(
     "--drain-s", type=seconds, default=10.0, show_default=True, help="How long running answers may go on at the end."
 )
+@advanced_option(
+    "--metrics",
+    default="127.0.0.1:0",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where Prometheus finds /metrics: the kvstore at PORT, workers behind it; port 0: free ones; or none.",
+)
+@advanced_option("--otlp-endpoint", metavar="URL", help="Collector that traces go to.  [default: OTEL_* variables]")
+@advanced_option("--log-prompts", is_flag=True, help="Log what callers send; without it no log has text of prompts.")
 @advanced_option(
     "--ready-file", type=click.Path(path_type=Path, dir_okay=False), help="Write addresses and pids here when ready."
 )
@@ -196,7 +206,21 @@ def worker_group() -> None:
 @advanced_option("--prefill-chunk", default=256, show_default=True)
 @advanced_option("--threads", default=0, help="[default: one per core]")
 @advanced_option("--drain-s", type=seconds, default=30.0, show_default=True)
-def serve(model: str, listen: str, drain_s: float, name: str | None, **settings: Any) -> None:
+@advanced_option(
+    "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="Where Prometheus finds /metrics, or none."
+)
+@advanced_option("--otlp-endpoint", metavar="URL", help="Collector that traces go to.  [default: OTEL_* variables]")
+@advanced_option("--log-json/--log-text", default=None, help="Form of the log; default: text at a terminal, else JSON.")
+def serve(
+    model: str,
+    listen: str,
+    drain_s: float,
+    metrics: str,
+    otlp_endpoint: str | None,
+    log_json: bool | None,
+    name: str | None,
+    **settings: Any,
+) -> None:
     """Serve one model from this process, in the foreground. SIGTERM or Ctrl-C drains it.
 
     Prints one JSON line on stdout when it is ready.
@@ -205,7 +229,8 @@ def serve(model: str, listen: str, drain_s: float, name: str | None, **settings:
     from worker.cluster_config import resolve_model
     from worker.config import WorkerConfig
 
-    logs.configure("worker")
+    logs.configure("worker", log_json)
+    traces = tracing.configure("worker", tracing.endpoint_of(otlp_endpoint))
     folder, default_name = resolve_model(model)
     settings["dtype"] = settings["dtype"] or default_dtype(settings["device"])
     config = WorkerConfig.from_dict({"model": folder, "name": name or default_name, **settings})
@@ -214,11 +239,20 @@ def serve(model: str, listen: str, drain_s: float, name: str | None, **settings:
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await shell.serve(config, listen, stop, on_ready=_print_ready, drain_s=drain_s)
+        await shell.serve(config, listen, stop, on_ready=_print_ready, drain_s=drain_s, metrics=metrics, tracing=traces)
 
-    rpc.run(main())
+    try:
+        rpc.run(main())
+    finally:
+        if traces is not None:
+            traces.stop()
 
 
 def _print_ready(running: Any) -> None:
-    ready = {"ready": True, "address": running.address, "worker_id": running.info.worker_id}
+    ready = {
+        "ready": True,
+        "address": running.address,
+        "worker_id": running.info.worker_id,
+        "metrics": running.metrics,
+    }
     print(json.dumps(ready), flush=True)

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from protos import router_pb2, router_pb2_grpc, rpc, worker_pb2, worker_pb2_grpc
 from protos.errors import CapacityError, ModelError, PreconditionFailed, TailpackError, Unavailable
+from protos.metrics import OFF
 from worker import memory_plan
 from worker.child import STARTING, Child, ChildDied, kill_descendants, last_problem
 from worker.cluster_config import ClusterConfig, arena_bytes_of, memory_table
@@ -54,6 +55,7 @@ class Cluster:
         self._router: Child | None = None
         self._ray_started = False
         self._ray_processes: _Watched | None = None
+        self._metrics: list[str | None] = []  # URLs
         self._actors: list[Any] = []
         self._workers: list[_Worker] = []
         self._keep_logs = False
@@ -83,6 +85,7 @@ class Cluster:
             "workers": [worker.address for worker in self._workers],
             "devices": [gpu.device for gpu in self.config.gpus] or ["cpu"],
             "kvstore": str(self.kv_socket),
+            "metrics": [url for url in self._metrics if url],
             "logs": str(self.logs),
             "pids": {
                 "supervisor": os.getpid(),
@@ -112,10 +115,10 @@ class Cluster:
         config = self.config
         arena_bytes = arena_bytes_of(config)
         with self._stage("kvstore") as done:
-            self._kvstore = Child(
-                "kvstore", ["kvstore", "serve", "--socket-dir", str(self.folder)], self.logs / "kvstore.log"
-            )
+            arguments = ["kvstore", "serve", "--socket-dir", str(self.folder), "--metrics", config.metrics]
+            self._kvstore = Child("kvstore", arguments, self.logs / "kvstore.log")
             ready = self._kvstore.wait_ready(START_TIMEOUT_S)
+            self._metrics.append(ready["metrics"])
             self.kv_socket = Path(str(ready["socket"]).removeprefix("unix:"))
             done(f"unix:{self.kv_socket}")
         with self._stage("Ray") as done:
@@ -131,7 +134,8 @@ class Cluster:
             done(f"{addresses}{where}; {config.name}, {kv}")
         with self._stage("router") as done:
             arguments = ["router", "serve", "--listen", config.listen, "--model-dir", str(config.model)]
-            arguments += ["--drain-s", str(config.drain_s)]
+            arguments += ["--drain-s", str(config.drain_s), "--otlp-endpoint", config.otlp_endpoint or "none"]
+            arguments += ["--log-prompts"] if config.log_prompts else []
             for worker in self._workers:
                 arguments += ["--worker", worker.address]
             self._router = Child("router", arguments, self.logs / "router.log")
@@ -177,7 +181,14 @@ class Cluster:
         for index, log_file in enumerate(log_files):
             worker_config = self.config.worker(index, self.kv_socket, arena_bytes)
             self._actors.append(
-                actor.create(worker_config, _free_address(), drain_s=self.config.drain_s, log_file=log_file)
+                actor.create(
+                    worker_config,
+                    _free_address(),
+                    drain_s=self.config.drain_s,
+                    log_file=log_file,
+                    metrics=_metrics_address(self.config.metrics, index),
+                    otlp_endpoint=self.config.otlp_endpoint,
+                )
             )
         deadline = time.monotonic() + LOAD_TIMEOUT_S
         answers = [handle.ready.remote() for handle in self._actors]
@@ -193,6 +204,7 @@ class Cluster:
         self._workers = [
             _Worker(_started(answer, log_file), log_file) for answer, log_file in zip(answers, log_files, strict=True)
         ]
+        self._metrics += [worker.metrics for worker in self._workers]
 
     def _wait_router_ready(self) -> None:
         """Until the router has a worker: the first request must not be refused.
@@ -315,6 +327,7 @@ class _Worker:
         self.worker_id: str = ready.worker_id
         self.pid: int = ready.pid
         self.max_sequence_tokens: int = ready.max_sequence_tokens
+        self.metrics: str | None = ready.metrics
         self._incarnation: str = ready.incarnation
         self._answers = True
         self._log_file = log_file
@@ -383,7 +396,16 @@ def _started(answer: Any, log_file: Path) -> Any:
         raise ChildDied("a worker ended while it started", given=problem, hint=hint) from failure
 
 
-def _free_address() -> str:
+def _free_address(host: str = "127.0.0.1") -> str:
     """A port for a worker that keeps it over restarts."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host.strip("[]"), 0), family=family) as probe:
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def _metrics_address(first: str, index: int) -> str:
+    """Of a worker's metrics, where the kvstore's are at ``first``: behind it; port 0 is a free one; or OFF."""
+    if first == OFF:
+        return OFF
+    host, _, port = first.rpartition(":")
+    return f"{host}:{int(port) + 1 + index}" if int(port) else _free_address(host)

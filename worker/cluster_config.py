@@ -12,6 +12,8 @@ import torch
 from kvstore.memory_limit import HEADROOM_BYTES, available_bytes
 from protos import rpc
 from protos.errors import CapacityError, ConfigError, ModelError
+from protos.metrics import OFF
+from protos.tracing import endpoint_of
 from worker import gguf_model, model_config, tiny_v4
 from worker.config import WorkerConfig, default_dtype
 from worker.gpu import Gpu, free_bytes, visible_gpus
@@ -29,7 +31,8 @@ LEAST_KV_BYTES = 1 << 20  # that may be asked for
 @dataclass(frozen=True)
 class ClusterConfig:
     """What to run. ``kv_bytes`` None takes what is free, at most 1 GiB a worker (16 GiB on a GPU); ``threads`` 0
-    divides the cores. ``gpus``: of each worker; none: all are on the CPU.
+    divides the cores. ``gpus``: of each worker; none: all are on the CPU. ``metrics``: host:port of the kvstore's page
+    for Prometheus, the workers' follow; port 0: free ones; or OFF. ``otlp_endpoint``: where spans go; None: nowhere.
     """
 
     model: Path
@@ -51,6 +54,9 @@ class ClusterConfig:
     threads: int = 0
     drain_s: float = 10.0
     gpus: tuple[Gpu, ...] = ()
+    metrics: str = OFF
+    otlp_endpoint: str | None = None
+    log_prompts: bool = False
 
     @staticmethod
     def of(
@@ -75,6 +81,9 @@ class ClusterConfig:
             CapacityError: MODEL_TOO_LARGE, NOT_ENOUGH_MEMORY.
         """
         rpc.check_free(listen)
+        if settings.get("metrics", OFF) != OFF:
+            rpc.check_free(settings["metrics"])
+        settings["otlp_endpoint"] = endpoint_of(settings.get("otlp_endpoint"))
         folder, default_name = resolve_model(model)
         model_config.check_folder(folder, settings.get("max_sequence_tokens", 0))
         gpus = usable_gpus(device)
