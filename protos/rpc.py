@@ -160,10 +160,48 @@ def error_from(failure: grpc.RpcError) -> TailpackError:
             reason, metadata = info.reason, dict(info.metadata)
         elif detail.Unpack(retry):
             retry_after_ms = retry.retry_delay.ToMilliseconds()
-    if reason is None and code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
-        # gRPC's own limit was hit before any of our code saw the message.
-        return errors.TooLarge(message, allowed=f"{MAX_MESSAGE_BYTES} bytes", hint="send less at a time")
+    if reason is None and (known := _from_grpc_itself(code, message)) is not None:
+        return known
     return _rebuilt(kind, message, reason, metadata, retry_after_ms)
+
+
+def _from_grpc_itself(code: grpc.StatusCode, message: str) -> TailpackError | None:
+    """By name, what happens before any of our code sees a call: gRPC's own limits, and connections that fail."""
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        if "larger than max" in message:
+            return errors.TooLarge(message, allowed=f"{MAX_MESSAGE_BYTES} bytes", hint="send less at a time")
+        if "metadata size exceeds" in message:
+            return errors.TooLarge(
+                "the call's metadata is too large", reason="METADATA_TOO_LARGE", allowed=f"{MAX_METADATA_BYTES} bytes"
+            )
+    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in message:
+        why = message.rpartition("last error: ")[2]
+        for sign, (reason, text, hint) in _CONNECT_FAILURES.items():
+            if sign in why:
+                return errors.Unavailable(f"{text}: {why}", reason=reason, hint=hint)
+    return None
+
+
+# What gRPC says of a connection that does not come about: a part of it, then our reason, message and hint.
+_CONNECT_FAILURES = {
+    "CERTIFICATE_VERIFY_FAILED": (
+        "SERVER_CERTIFICATE_REFUSED",
+        "the server's certificate is refused",
+        "it must be in its time, and of the authority that the client trusts",
+    ),
+    "Hostname Verification Check failed": (
+        "SERVER_CERTIFICATE_REFUSED",
+        "the server's certificate is for another name",
+        "reach it by a name that its certificate holds, or say that name as the TLS server name",
+    ),
+    "WRONG_VERSION_NUMBER": ("TLS_NOT_SPOKEN", "the server does not speak TLS", "leave TLS out, or use its TLS port"),
+    # A server that refuses a client's certificate says so in a TLS alert, which gRPC does not pass on.
+    "Socket closed": (
+        "CONNECTION_CLOSED",
+        "the server closed the connection at once",
+        "it may demand TLS, or another client certificate, or have all the connections that it takes",
+    ),
+}
 
 
 def is_ours(failure: grpc.RpcError) -> bool:
