@@ -29,6 +29,8 @@ COMMANDS = {
     "up": LazyCommand("worker.cli:up", "Run a whole cluster on this machine.", everyday=True),
     "generate": LazyCommand("router.cli:generate", "Send a prompt and stream the answer.", everyday=True),
     "demo": LazyCommand("worker.cli:demo", "Bring up two workers, answer some prompts, stop again.", everyday=True),
+    "status": LazyCommand("router.status_cli:status", "Show what a cluster does.", everyday=True),
+    "top": LazyCommand("router.status_cli:top", "Watch what a cluster does.", everyday=True),
     "memory": LazyCommand("worker.memory_cli:memory", "Show what takes memory, by owner.", everyday=True),
     "router": LazyCommand("router.cli:router_group", "Run a router by itself."),
     "worker": LazyCommand("worker.cli:worker_group", "Run a worker by itself."),

@@ -260,10 +260,10 @@ class AsyncTailpack:
         answer: router_pb2.CancelResponse = await self._unary(lambda stub: stub.Cancel, request, timeout_s)
         return answer.found
 
-    async def list_workers(self) -> Sequence[router_pb2.WorkerStatus]:
-        """The workers as one router sees them."""
+    async def list_workers(self, *, with_kv: bool = False) -> Sequence[router_pb2.WorkerStatus]:
+        """The workers as one router sees them; with_kv: and what their kvstores hold."""
         answer: router_pb2.ListWorkersResponse = await self._unary(
-            lambda stub: stub.ListWorkers, router_pb2.ListWorkersRequest(), UNARY_TIMEOUT_S
+            lambda stub: stub.ListWorkers, router_pb2.ListWorkersRequest(with_kv=with_kv), UNARY_TIMEOUT_S
         )
         return answer.workers
 

@@ -185,10 +185,10 @@ class Tailpack:
         answer: router_pb2.CancelResponse = self._unary(lambda stub: stub.Cancel, request, timeout_s)
         return answer.found
 
-    def list_workers(self) -> Sequence[router_pb2.WorkerStatus]:
+    def list_workers(self, *, with_kv: bool = False) -> Sequence[router_pb2.WorkerStatus]:
         """As AsyncTailpack.list_workers."""
         answer: router_pb2.ListWorkersResponse = self._unary(
-            lambda stub: stub.ListWorkers, router_pb2.ListWorkersRequest(), UNARY_TIMEOUT_S
+            lambda stub: stub.ListWorkers, router_pb2.ListWorkersRequest(with_kv=with_kv), UNARY_TIMEOUT_S
         )
         return answer.workers
 
