@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -12,6 +13,7 @@ import structlog
 
 from protos import router_pb2, types_pb2, worker_pb2
 from protos.errors import CapacityError, DeadlineExceeded, RequestCancelled, TailpackError, Unavailable
+from protos.histogram import Histogram
 from protos.tracing import NoSpan, Span, error_name, request_span
 from router import policy
 from router.admission import Call
@@ -19,6 +21,8 @@ from router.detokenizer import Detokenizer
 from router.prompt_log import prompt_text
 from router.registry import WorkerLink
 from router.relay import Relay
+from router.replay import Skip
+from router.subscription import Subscription
 from router.validate import DEFAULT_MAX_TOKENS, check_fits, check_request, check_text_fits
 
 if TYPE_CHECKING:
@@ -39,6 +43,9 @@ class Answer:
     Raises, on entering and from iterating: TailpackError. What was emitted comes ahead of an error.
     """
 
+    event = "request"
+    """Of its line in the log."""
+
     def __init__(self, requests: Requests, request: router_pb2.GenerateRequest, call: Call) -> None:
         self.call = call
         self._requests = requests
@@ -50,7 +57,7 @@ class Answer:
         self._deadline_s = call.remaining_s()
         self._cancelled = False
         self._relay: Relay | None = None
-        self._link: WorkerLink | None = None
+        self._stream: Subscription | None = None
         self._first: router_pb2.GenerateResponse | None = None
         self._finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
         self._model = ""
@@ -60,13 +67,9 @@ class Answer:
         self._num_retries = 0
 
     async def __aenter__(self) -> Self:
-        requests = self._requests
-        requests.counters.requests += 1
+        self._requests.counters.requests += 1
         try:
-            await requests.admission.enter(self.call, self.cancel)
-            self._held.callback(requests.admission.leave, self.call)
-            check_request(self._request)
-            self._held.enter_context(requests.admission.holding(self.call, self._request.ByteSize()))
+            await self._enter()
             self._first = await self._begin()
         except BaseException as error:
             self._end(error)
@@ -92,6 +95,11 @@ class Answer:
             self._finish_reason = chunk.finish_reason
         return chunk
 
+    def refuse(self, error: BaseException) -> None:
+        """Counts and logs a request that ends before it is entered."""
+        self._requests.counters.requests += 1
+        self._end(error)
+
     def cancel(self) -> None:
         """Somebody asked to end it: its caller gets a last chunk that says so."""
         self._cancelled = True
@@ -99,6 +107,14 @@ class Answer:
             self._relay.cancel()
 
     # --- placing ---
+
+    async def _enter(self) -> None:
+        """Admits it; what it holds is in _held."""
+        admission = self._requests.admission
+        await admission.enter(self.call, self.cancel)
+        self._held.callback(admission.leave, self.call)
+        check_request(self._request)
+        self._held.enter_context(admission.holding(self.call, self._request.ByteSize()))
 
     async def _begin(self) -> router_pb2.GenerateResponse | None:
         """Tokenises and places; places again on another worker while nothing was emitted. Returns the first chunk.
@@ -118,7 +134,7 @@ class Answer:
         check_fits(prompt, list(request.stop.stop_token_ids), model)
         requests.tenants.admit_prompt(self.call.tenant, len(prompt))
         self._num_charged = len(prompt)
-        submit = _submission(request, self.call, prompt, model, self._deadline_s)
+        submit = self._submission(prompt, model)
         placement = policy.Placement(len(prompt), submit.stop.max_tokens)
         del prompt  # a long one is tens of megabytes as a list, and may queue for minutes
         tried: list[str] = []
@@ -141,7 +157,8 @@ class Answer:
                 failure = error
                 relay_span.end(error=error.reason)
                 self._relay_span = None
-                link.detach(self.call.sequence_id)
+                assert self._stream is not None
+                self._stream.leave()
 
     async def _tokenize(self, model: types_pb2.ModelInfo) -> list[int]:
         tokenizer, request = self._requests.tokenizer, self._request
@@ -164,41 +181,77 @@ class Answer:
         if self._cancelled:
             raise RequestCancelled("the request was cancelled before it ran")
         registry = self._requests.registry
-        candidates = (link.candidate() for link in registry.ready(model))
+        candidates = (link.candidate() for link in self._links(model))
         address = policy.choose(candidates, placement, self.call.request_id, tried)
         if address is None:
             raise failure or self._requests.no_worker()
         return registry.links[address]
 
+    def _links(self, model: str) -> list[WorkerLink]:
+        """Those that may be chosen."""
+        return self._requests.registry.ready(model)
+
+    def _submission(self, prompt: list[int], model: types_pb2.ModelInfo) -> worker_pb2.Submit:
+        request, call = self._request, self.call
+        room = model.max_sequence_tokens - len(prompt)
+        submit = worker_pb2.Submit(
+            request_id=call.sequence_id,
+            tenant=call.tenant,
+            prompt_token_ids=prompt,
+            sampling=request.sampling,
+            stop=request.stop,
+            traceparent=call.traceparent,
+            prefix_reuse=request.prefix_reuse,
+        )
+        submit.stop.max_tokens = min(room, request.stop.max_tokens or DEFAULT_MAX_TOKENS)
+        if self._deadline_s is not None:
+            submit.deadline_unix_ns = time.time_ns() + int(self._deadline_s * 1e9)
+        return submit
+
     def _place(
         self, submit: worker_pb2.Submit, placement: policy.Placement, link: WorkerLink, model: types_pb2.ModelInfo
     ) -> Relay:
+        stream = Subscription(link, self.call.sequence_id, resumable=submit.HasField("resumable"))
+        charge = partial(self._requests.tenants.charge, self.call.tenant)
+        relay = self._relay_of(stream, placement.prompt_tokens, model, self._requests.metrics.itl, charge)
+        link.submit(submit, relay, placement)
+        self._stream, self._relay = stream, relay
+        return relay
+
+    def _relay_of(
+        self,
+        stream: Subscription,
+        num_prompt_tokens: int,
+        model: types_pb2.ModelInfo,
+        itl: Histogram,
+        emitted: Callable[[int], None],
+        skip: Skip | None = None,
+    ) -> Relay:
+        """Of the request's prompt only its kind counts here."""
         request = self._request
         hidden = set(request.stop.stop_token_ids)
         if not request.stop.ignore_eos:
             hidden.update(model.eos_token_ids)
-        relay = Relay(
+        return Relay(
             self.call.request_id,
-            link.worker_id,
-            num_prompt_tokens=placement.prompt_tokens,
+            stream.link.worker_id,
+            num_prompt_tokens=num_prompt_tokens,
             detokenizer=Detokenizer(
                 self._requests.tokenizer.tokens, frozenset(hidden), text_begins=request.WhichOneof("prompt") == "chat"
             ),
             stop_strings=request.stop_strings,
-            abort=lambda: link.abort(self.call.sequence_id),
-            itl=self._requests.metrics.itl,
-            emitted=partial(self._requests.tenants.charge, self.call.tenant),
+            source=stream,
+            itl=itl,
+            emitted=emitted,
+            skip=skip,
         )
-        link.submit(submit, relay, placement)
-        self._link, self._relay = link, relay
-        return relay
 
     # --- the end ---
 
     def _end(self, error: BaseException | None) -> None:
         outcome, reason = self._outcome(error)
-        if self._link is not None:
-            self._link.detach(self.call.sequence_id)
+        if self._stream is not None:
+            self._stream.leave(delivered=bool(self._finish_reason))
         if outcome in ("rejected", "failed") and self._num_charged and not (self._relay and self._relay.num_tokens):
             self._requests.tenants.charge(self.call.tenant, -self._num_charged)  # it got nothing for them
         self._held.close()
@@ -219,7 +272,7 @@ class Answer:
         if isinstance(error, TailpackError):
             if isinstance(error, RequestCancelled | DeadlineExceeded):
                 return "cancelled", error.reason
-            return ("failed" if self._link is not None else "rejected"), error.reason
+            return ("failed" if self._stream is not None else "rejected"), error.reason
         if isinstance(error, Exception):
             return "failed", type(error).__name__
         if self._finish_reason:
@@ -227,34 +280,28 @@ class Answer:
             return ("cancelled" if aborted else "finished"), _short(self._finish_reason)
         if _ran_out(self._deadline_s, self.call.remaining_s()):
             return "cancelled", "DEADLINE_EXCEEDED"
+        if self._stream is not None and self._stream.resumable:
+            return "cancelled", "DETACHED"  # it runs on without this call
         return "cancelled", "CLIENT_GONE"
 
     def _account(self, outcome: str, reason: str) -> None:
         """Counts the request, and logs its one line."""
-        relay, counters, metrics = self._relay, self._requests.counters, self._requests.metrics
-        setattr(counters, outcome, getattr(counters, outcome) + 1)
-        metrics.end(self.call.door, outcome, reason)
         total_ns = time.monotonic_ns() - self._started_ns
-        metrics.duration.observe(total_ns / 1e9)
+        self._count(outcome, reason, total_ns)
+        relay = self._relay
         usage = timings = pace = None
         num_tokens = 0
         if relay is not None:
             pace, num_tokens = relay.pace, relay.num_tokens
-            counters.prompt_tokens += self._num_prompt_tokens
-            counters.output_tokens += num_tokens
-            if pace.first_ns is not None:
-                metrics.ttft.observe((pace.first_ns - self._started_ns) / 1e9)
             if relay.last_output is not None:
                 usage, timings = relay.last_output.usage, relay.last_output.timings
-                if num_tokens:
-                    metrics.reused(usage.cached_prompt_tokens, usage.prefix_exact)
         log.info(
-            "request",
+            self.event,
             request_id=self.call.request_id,
             tenant=self.call.tenant,
             door=self.call.door,
             model=self._model,
-            worker=self._link.worker_id if self._link is not None else None,
+            worker=self._stream.link.worker_id if self._stream is not None else None,
             outcome=outcome,
             reason=reason,
             prompt_tokens=self._num_prompt_tokens,
@@ -274,28 +321,20 @@ class Answer:
             **({"prompt": prompt_text(self._request)} if self._requests.log_prompts else {}),
         )
 
-
-def _submission(
-    request: router_pb2.GenerateRequest,
-    call: Call,
-    prompt: list[int],
-    model: types_pb2.ModelInfo,
-    remaining_s: float | None,
-) -> worker_pb2.Submit:
-    room = model.max_sequence_tokens - len(prompt)
-    submit = worker_pb2.Submit(
-        request_id=call.sequence_id,
-        tenant=call.tenant,
-        prompt_token_ids=prompt,
-        sampling=request.sampling,
-        stop=request.stop,
-        traceparent=call.traceparent,
-        prefix_reuse=request.prefix_reuse,
-    )
-    submit.stop.max_tokens = min(room, request.stop.max_tokens or DEFAULT_MAX_TOKENS)
-    if remaining_s is not None:
-        submit.deadline_unix_ns = time.time_ns() + int(remaining_s * 1e9)
-    return submit
+    def _count(self, outcome: str, reason: str, total_ns: int) -> None:
+        relay, counters, metrics = self._relay, self._requests.counters, self._requests.metrics
+        setattr(counters, outcome, getattr(counters, outcome) + 1)
+        metrics.end(self.call.door, outcome, reason)
+        metrics.duration.observe(total_ns / 1e9)
+        if relay is None:
+            return
+        counters.prompt_tokens += self._num_prompt_tokens
+        counters.output_tokens += relay.num_tokens
+        if relay.pace.first_ns is not None:
+            metrics.ttft.observe((relay.pace.first_ns - self._started_ns) / 1e9)
+        if relay.last_output is not None and relay.num_tokens:
+            usage = relay.last_output.usage
+            metrics.reused(usage.cached_prompt_tokens, usage.prefix_exact)
 
 
 def _ran_out(deadline_s: float | None, remaining_s: float | None) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ WELCOME_TIMEOUT_S = 10.0
 REFUSED_RETRY_S = 5.0
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+RESUME = "resume"
+"""The feature of workers that keep resumable sequences; no other is asked for one."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class WorkerLink:
         self._welcome_timeout_s = WELCOME_TIMEOUT_S if welcome_timeout_s is None else welcome_timeout_s
         self._welcomed = False
         self._entries: dict[str, _Entry] = {}
+        self._numbers = itertools.count(1)
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._stub: worker_pb2_grpc.WorkerAsyncStub | None = None
 
@@ -132,10 +136,36 @@ class WorkerLink:
         self.own.num_pages += placement.num_pages
         self._outbox.put_nowait(worker_pb2.RouterMessage(submit=submit))
 
-    def abort(self, request_id: str) -> None:
-        """Asks the worker to end a sequence; its relay hears the end."""
-        if request_id in self._entries:
-            self._outbox.put_nowait(worker_pb2.RouterMessage(abort=worker_pb2.Abort(request_id=request_id)))
+    def subscription_name(self, request_id: str) -> str:
+        """A new one: ids have no "#"."""
+        return f"{request_id}#{next(self._numbers)}"
+
+    def subscribe(self, name: str, request_id: str, tenant: str, relay: Relay) -> None:
+        """Feeds a relay with a resumable sequence, whoever submitted it. It costs the worker nothing to compute."""
+        if self.state not in ("ready", "draining"):
+            raise Unavailable(f"worker {self.worker_id} cannot be asked", given=self.state, retry_after_ms=500)
+        self._entries[name] = _Entry(relay, Placement(0, 0), counted=False)
+        resume = worker_pb2.Resume(request_id=request_id, tenant=tenant, subscription_id=name)
+        self._outbox.put_nowait(worker_pb2.RouterMessage(resume=resume))
+
+    def abort(self, name: str, *, complete: bool = False) -> None:
+        """Asks the worker to end a sequence; its relay hears the end. complete: it can still be resumed."""
+        if name in self._entries:
+            abort = worker_pb2.Abort(request_id=name, complete=complete)
+            self._outbox.put_nowait(worker_pb2.RouterMessage(abort=abort))
+
+    def more(self, name: str) -> None:
+        """Asks for the next piece of a replay."""
+        if name in self._entries:
+            self._outbox.put_nowait(worker_pb2.RouterMessage(more=worker_pb2.More(subscription_id=name)))
+
+    def leave(self, name: str, *, delivered: bool) -> None:
+        """The caller is through with a resumable sequence, which goes on. Also said behind its end (worker.proto)."""
+        if (entry := self._entries.get(name)) is not None:
+            entry.relay = None
+            self._uncount(entry)
+        leave = worker_pb2.Leave(subscription_id=name, delivered=delivered)
+        self._outbox.put_nowait(worker_pb2.RouterMessage(leave=leave))
 
     def detach(self, request_id: str) -> None:
         """The caller is through with a sequence: if it still runs, it is aborted and no longer counted."""
@@ -144,6 +174,20 @@ class WorkerLink:
             entry.relay = None
             self._uncount(entry)
             self.abort(request_id)
+
+    def can_resume(self) -> bool:
+        return self.info is not None and RESUME in self.info.features
+
+    async def find(self, request_id: str, tenant: str, timeout_s: float) -> worker_pb2.FindResponse:
+        """Whether it has this resumable sequence. Raises TailpackError when it cannot be asked."""
+        stub = self._stub
+        if stub is None:
+            raise Unavailable(f"worker {self.worker_id} is not connected")
+        try:
+            request = worker_pb2.FindRequest(request_id=request_id, tenant=tenant)
+            return await stub.Find(request, timeout=timeout_s)
+        except grpc.RpcError as failure:
+            raise rpc.error_from(failure) from failure
 
     async def abort_foreign(self, request_id: str, tenant: str, timeout_s: float) -> bool:
         """Ends a sequence that another router submitted. Raises TailpackError when the worker cannot be asked."""
@@ -279,7 +323,7 @@ class WorkerLink:
             if entry.counted:
                 self.own.queued_tokens -= entry.placement.prompt_tokens
             entry.prefilled = True
-        if output.finish_reason:
+        if output.finish_reason or output.left:
             del self._entries[output.request_id]
             self._uncount(entry)
         if entry.relay is not None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from protos import router_pb2, rpc, types_pb2, worker_pb2
-from protos.errors import CapacityError, InternalError, TailpackError
+from protos.errors import CapacityError, InternalError, InvalidRequest, TailpackError
 from protos.histogram import Histogram
 from router.detokenizer import Detokenizer
 from router.metrics import TokenPace
+from router.replay import Skip
 from router.stop_strings import StopStringFilter
 
 MAX_PENDING_BYTES = 4 << 20
@@ -25,8 +27,23 @@ SETTLE_S = 2.0
 _LOGPROB_BYTES = 32  # of one TokenLogprob in memory, roughly
 
 
+class Source(Protocol):
+    """The worker's side of one relay: router/subscription.py."""
+
+    def complete(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def more(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
 class Relay:
-    """One placement of a request. If it fails before its first token, the service makes another for another worker."""
+    """One placement of a request, or one stream that goes on with its answer.
+
+    If a placement fails before its first token, the request is placed on another worker, with another relay.
+    """
 
     def __init__(
         self,
@@ -36,15 +53,17 @@ class Relay:
         num_prompt_tokens: int,
         detokenizer: Detokenizer,
         stop_strings: Sequence[str],
-        abort: Callable[[], None],
+        source: Source,
         itl: Histogram,
         emitted: Callable[[int], None] = lambda num_tokens: None,
+        skip: Skip | None = None,
     ) -> None:
         """
         Args:
-            abort: tells the worker to end the sequence (a stop string, a cancel, a broken answer).
+            source: what may be asked of the worker about the sequence.
             itl: where the gaps between tokens are counted.
             emitted: told the number of tokens of each step.
+            skip: what of the answer the caller has: the first chunk begins behind it.
         """
         self.num_tokens = 0  # accepted from the worker; those behind a stop string are not
         self.ended = False  # nothing more will come from the worker
@@ -56,13 +75,16 @@ class Relay:
         self._detokenizer = detokenizer
         self._stops = StopStringFilter(stop_strings)
         self._token_by_token = bool(stop_strings)  # so that tokens end with the one that completes a stop string
-        self._abort = abort
+        self._source = source
+        self._skip = skip if skip is not None and not skip.done else None
+        self._first_token = skip.place.token_offset if skip is not None else 0
+        self._more_waits = False  # the worker holds back more of a replay
         self._emitted = emitted
         self._wake = asyncio.Event()
         self._chunk = router_pb2.GenerateResponse(request_id=request_id, worker_id=worker_id)  # what gathers
         self._texts: list[str] = []
         self._pending_bytes = 0
-        self._text_offset = 0
+        self._text_offset = skip.place.text_offset if skip is not None else 0
         self._reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
         self._settle_until: float | None = (
             None  # loop time; set when the answer is complete but for the worker's last word
@@ -78,6 +100,11 @@ class Relay:
             self._accept(output)
         if output.finish_reason and not self.ended:
             self._finish(output)
+        if self._skip is not None:
+            self._check_place(self._skip)
+        if output.more:
+            self._more_waits = True
+            self._ask_for_more()
         self._wake.set()
 
     def fail(self, error: TailpackError) -> None:
@@ -95,6 +122,7 @@ class Relay:
         """Somebody asked to end this request: the caller gets a last chunk that says so."""
         if not self.ended and self._settle_until is None:
             self._settle(types_pb2.FINISH_REASON_ABORTED)
+            self._source.cancel()
 
     def _accept(self, output: worker_pb2.SequenceOutput) -> None:
         token_ids, logprobs = output.token_ids, output.logprobs
@@ -114,16 +142,24 @@ class Relay:
         for position, token_id in enumerate(token_ids):
             shown = self._stops.push(self._detokenizer.push((token_id,)))
             self._take((token_id,), logprobs[position : position + 1], shown)
+            if self.ended:
+                return
             if self._stops.matched is not None:
                 if output.finish_reason:
                     self._reason = types_pb2.FINISH_REASON_STOP_STRING
                 else:
                     self._settle(types_pb2.FINISH_REASON_STOP_STRING)
+                    self._source.complete()
                 return
 
     def _take(self, token_ids: Sequence[int], logprobs: Sequence[types_pb2.PositionLogprobs], text: str) -> None:
         self.num_tokens += len(token_ids)
         self._emitted(len(token_ids))
+        if self._skip is not None:
+            token_ids, logprobs = self._skip.tokens(token_ids, logprobs)
+            text = self._new_text(self._skip, text)
+            if self.ended:
+                return
         self._chunk.token_ids.extend(token_ids)
         self._pending_bytes += 4 * len(token_ids) + 4 * len(text)
         if text:
@@ -140,12 +176,12 @@ class Relay:
                     allowed=f"{MAX_PENDING_BYTES} bytes",
                 )
             )
-            self._abort()
+            self._source.leave()
 
     def _settle(self, reason: types_pb2.FinishReason.ValueType) -> None:
         self._reason = reason
         self._settle_until = asyncio.get_running_loop().time() + SETTLE_S
-        self._abort()
+        self._ask_for_more()
         self._wake.set()
 
     def _finish(self, output: worker_pb2.SequenceOutput) -> None:
@@ -170,6 +206,8 @@ class Relay:
             text += self._stops.flush()
         else:
             self._reason = types_pb2.FINISH_REASON_STOP_STRING
+        if self._skip is not None:
+            text = self._new_text(self._skip, text)
         if text:
             self._texts.append(text)
 
@@ -177,7 +215,36 @@ class Relay:
         self.fail(
             InternalError(f"worker {self._worker_id} sent {what}", reason="TOKEN_GAP", given=given, allowed=allowed)
         )
-        self._abort()
+        self._source.leave()
+
+    # --- an answer that is made again, for a caller that has some of it ---
+
+    def _new_text(self, skip: Skip, text: str) -> str:
+        try:
+            return skip.text(text)
+        except InvalidRequest as inside:
+            self._refuse(inside)
+            return ""
+
+    def _check_place(self, skip: Skip) -> None:
+        if skip.done:
+            self._skip = None
+        elif self.ended or self._settle_until is not None or self.num_tokens >= skip.num_known:
+            self._refuse(skip.ahead(self.num_tokens))
+
+    def _refuse(self, error: TailpackError) -> None:
+        if self._error is None:
+            self._error = error
+        self._skip, self._texts = None, []
+        del self._chunk.token_ids[:], self._chunk.logprobs[:]
+        self.ended = True
+        self._source.leave()
+
+    def _ask_for_more(self) -> None:
+        """Behind a complete answer nothing is kept of what comes, and the worker's last word is behind all of it."""
+        if self._more_waits and (self._settle_until is not None or self._pending_bytes < MAX_PENDING_BYTES // 2):
+            self._more_waits = False
+            self._source.more()
 
     # --- the caller's side ---
 
@@ -205,9 +272,10 @@ class Relay:
         chunk, self._chunk = self._chunk, router_pb2.GenerateResponse(request_id=self._request_id)
         chunk.text = "".join(self._texts)
         chunk.text_offset = self._text_offset
-        chunk.token_offset = self.num_tokens - len(chunk.token_ids)
+        chunk.token_offset = max(self.num_tokens, self._first_token) - len(chunk.token_ids)
         self._text_offset += len(chunk.text.encode())
         self._texts, self._pending_bytes = [], 0
+        self._ask_for_more()
         if self.ended and self._error is None:
             self._last_chunk_taken = True
             self._complete(chunk)

@@ -375,13 +375,13 @@ async def test_requests_too_large_together_are_refused_with_a_retry_hint(folder:
 
 async def test_a_submission_is_dropped_at_the_first_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = generation._submission
+    original = generation.Answer._submission
 
     def keeping(*arguments: Any) -> Any:
         made.append(original(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(generation, "_submission", keeping)
+    monkeypatch.setattr(generation.Answer, "_submission", keeping)
     async with cluster(folder, Script([5], endless=True, first_s=0.2, every_s=0.01)) as it:
         stream = it.client.generate("x", max_tokens=4000)
         first = asyncio.ensure_future(anext(stream))

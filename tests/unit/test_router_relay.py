@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 
 from protos import types_pb2, worker_pb2
@@ -10,23 +12,44 @@ from protos.histogram import STEP_BOUNDS_S, Histogram
 from router import relay as relay_module
 from router.detokenizer import Detokenizer, TokenBytes
 from router.relay import Relay
+from router.replay import Skip
 
 TOKENS = TokenBytes(tuple(bytes([byte]) for byte in range(256)))
 
 
-def make(*stop_strings: str) -> tuple[Relay, list[str]]:
+@dataclass
+class Asked:
+    """The worker's side: keeps what it is asked."""
+
+    asked: list[str] = field(default_factory=list)
+
+    def complete(self) -> None:
+        self.asked.append("complete")
+
+    def cancel(self) -> None:
+        self.asked.append("cancel")
+
+    def more(self) -> None:
+        self.asked.append("more")
+
+    def leave(self) -> None:
+        self.asked.append("leave")
+
+
+def make(*stop_strings: str, skip: Skip | None = None) -> tuple[Relay, list[str]]:
     """A relay whose tokens are bytes, and what it asked of the worker."""
-    asked: list[str] = []
+    source = Asked()
     made = Relay(
         "r",
         "w",
         num_prompt_tokens=3,
         detokenizer=Detokenizer(TOKENS),
         stop_strings=stop_strings,
-        abort=lambda: asked.append("abort"),
+        source=source,
         itl=Histogram(STEP_BOUNDS_S),
+        skip=skip,
     )
-    return made, asked
+    return made, source.asked
 
 
 def output(offset: int, data: bytes = b"", finish: types_pb2.FinishReason.ValueType = 0) -> worker_pb2.SequenceOutput:  # type: ignore[assignment]
@@ -45,7 +68,7 @@ async def test_chunks_gather_while_nobody_reads() -> None:
 async def test_an_answer_that_is_complete_stays_complete_when_the_worker_dies() -> None:
     relay, asked = make("STOP")
     relay.feed(output(0, b"one STOP two"))
-    assert asked == ["abort"]
+    assert asked == ["complete"]
     relay.fail(WorkerLost("gone"))
     chunk = await relay.next_chunk()
     assert chunk is not None
@@ -85,7 +108,7 @@ async def test_tokens_after_a_gap_are_not_shown() -> None:
     assert chunk.text == "a"
     with pytest.raises(InternalError):
         await relay.next_chunk()
-    assert asked == ["abort"]
+    assert asked == ["leave"]
 
 
 async def test_cancel_is_said_in_the_last_chunk_even_without_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +123,7 @@ async def test_cancel_is_said_in_the_last_chunk_even_without_the_worker(monkeypa
     assert chunks[-1] is not None
     assert chunks[-1].finish_reason == types_pb2.FINISH_REASON_ABORTED
     assert chunks[-1].usage.output_tokens == 1
-    assert asked == ["abort"]
+    assert asked == ["cancel"]
 
 
 async def test_a_worker_lost_after_a_cancel_takes_no_text_along() -> None:
