@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -24,6 +26,7 @@ FP4 = ("U8", "I8")
 """Two values to a byte."""
 SCALES = ("F8_E8M0", "U8", "I8", "F32")
 """Bytes of any name are e8m0: the exponent of two, plus 127."""
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 
 Progress = Callable[[int, int], None]
@@ -91,12 +94,43 @@ def headers(folder: Path) -> dict[str, Stored]:
             raise ModelError("the model folder holds no weights", given=folder, allowed="*.safetensors")
     found: dict[str, Stored] = {}
     for file in files:
-        with naming(file), safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 -- not a dict
-                if name in found:
-                    raise ModelError(f"tensor {name} is in two files", given=f"{found[name].file.name}, {file.name}")
-                header = handle.get_slice(name)
-                found[name] = Stored(file, header.get_dtype(), tuple(header.get_shape()))
+        with naming(file):
+            there = _header(file)
+        if twice := there.keys() & found.keys():
+            name = min(twice)
+            raise ModelError(f"tensor {name} is in two files", given=f"{found[name].file.name}, {file.name}")
+        found |= there
+    return found
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    """By hand, for the library maps the whole file, which a machine that is too small for a model may refuse.
+
+    Raises ValueError or OSError: the file is not whole, or not of this format.
+    """
+    with file.open("rb") as opened:
+        size, length = os.fstat(opened.fileno()).st_size, int.from_bytes(opened.read(8), "little")
+        if not 0 < length <= min(_MOST_HEADER_BYTES, size - 8):
+            raise ValueError(f"no safetensors file, or cut short: {size} bytes with a header of {length}")
+        header = json.loads(opened.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("the header is no JSON object")
+    header.pop("__metadata__", None)
+    found: dict[str, Stored] = {}
+    end = 0
+    for name, entry in header.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(), int(last)]} if all(
+                type(extent) is int and extent >= 0 for extent in shape
+            ):
+                found[name] = Stored(file, dtype, tuple(shape))
+                end = max(end, last)
+            case _:
+                raise ValueError(f"the header says of tensor {name[:80]!r}: {str(entry)[:80]}")
+    if 8 + length + end != size:
+        raise ValueError(
+            f"cut short, or longer than it says: {size} bytes where the header tells of {8 + length + end}"
+        )
     return found
 
 
@@ -226,7 +260,7 @@ def naming(file: Path) -> Iterator[None]:
     """Turns what reading ``file`` raises into a ModelError (UNREADABLE_WEIGHTS) that names it."""
     try:
         yield
-    except (OSError, SafetensorError, ValueError, UnicodeDecodeError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError, RuntimeError) as error:  # RuntimeError: no mapping
         raise ModelError(
             f"cannot read {file.name}: {error}",
             reason="UNREADABLE_WEIGHTS",

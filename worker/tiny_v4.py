@@ -130,8 +130,8 @@ def model_folder(cache: Path | None = None) -> Path:
 
 
 def write_model(folder: Path, *, seed: int = SEED, **changes: Any) -> Path:
-    """Writes config.json, model.safetensors and tokenizer.json. ``changes`` to the config; None takes a key out."""
-    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
+    """Writes config.json with these ``changes``, model.safetensors and tokenizer.json."""
+    config = {**CONFIG, **changes}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     generator = torch.Generator().manual_seed(seed)
