@@ -39,7 +39,8 @@ class SpanWork:
 
     ``pages`` is the sequence's page table by layer group (page ids in token order); in dense groups it has room for
     start + count tokens, in packed ones it covers ``bases[group]`` tokens. ``tail_slots`` names the groups with a tail.
-    ``is_prompt`` tells prompt positions from emitted ones; ``wants_logits`` asks for those behind the last token.
+    ``is_prompt`` tells prompt positions from emitted ones; ``wants_logits`` asks for those behind the last token. The
+    last ``num_drafts`` tokens are guesses: all tokens run as decode rows then, and each one's logits are wanted.
     """
 
     token_ids: Sequence[int]
@@ -49,6 +50,7 @@ class SpanWork:
     wants_logits: bool
     bases: Mapping[str, int] = field(default_factory=dict)
     tail_slots: Mapping[str, int] = field(default_factory=dict)
+    num_drafts: int = 0
 
     @property
     def count(self) -> int:
@@ -73,9 +75,9 @@ class Place:
     """Where one sequence's rows of one layer group are.
 
     Tokens [0, base) are in ``page_ids`` [>= base / 128] int64, packed; the rest in ring ``tail_slot``. In dense groups
-    every token is in its page, and ``full_pages`` and ``last_page`` split the table for the flash path: pages wholly
-    below the span, and the page that holds rows [0, last_rows) below it. There a decode row (num_rows 1) counts itself,
-    and a page that it fills counts as last.
+    every token is in its page (and pending rows, which have none, in the ring), and ``full_pages`` and ``last_page``
+    split the table for the flash path: pages wholly below the span, and the page that holds rows [0, last_rows) below
+    it. There a decode row (num_rows 1) counts itself, and a page that it fills counts as last.
     """
 
     page_ids: torch.Tensor
@@ -101,20 +103,59 @@ class DecodeRows:
 
 
 @dataclass(frozen=True)
+class PageWrites:
+    """Rows that go to dense pages as they are computed.
+
+    Attributes:
+        rows: [W] int64, which of the batch; None: every row.
+        pages, at: [W] int64, page id and row in the page.
+    """
+
+    rows: torch.Tensor | None
+    pages: torch.Tensor
+    at: torch.Tensor
+
+    def to(self, device: torch.device) -> PageWrites:
+        rows = None if self.rows is None else self.rows.to(device)
+        return PageWrites(rows, self.pages.to(device), self.at.to(device))
+
+
+@dataclass(frozen=True)
+class TailWrites:
+    """Decode rows, which go to tail rings as they are computed.
+
+    Attributes:
+        rows: [W] int64, which of the batch. slots, positions: [W] int64, tail slot and position of the token.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    _at: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def at(self, ring_rows: int) -> torch.Tensor:
+        """[W] int64, where a ring of so many rows, one a token, takes them: computed once a step and depth."""
+        if ring_rows not in self._at:
+            self._at[ring_rows] = self.positions % ring_rows
+        return self._at[ring_rows]
+
+    def to(self, device: torch.device) -> TailWrites:
+        return TailWrites(self.rows.to(device), self.slots.to(device), self.positions.to(device))
+
+
+@dataclass(frozen=True)
 class GroupBatch:
     """What a step writes in one layer group, and where its spans' rows are.
 
     Attributes:
         places: one a span, in the order of ``Batch.spans``.
-        write_rows: [W] int64, rows whose KV is written during the step; None: every row of the batch. In groups with a
-            tail those of decode rows only: a prefill span's wait in the workspace.
-        write_to, write_at: [W] int64: page id and row in the page, or tail slot and ring row.
+        pages: groups with a row a token in dense pages; None in others.
+        tails: groups with a tail; None in others. A prefill span's rows wait in the workspace.
     """
 
     places: tuple[Place, ...]
-    write_rows: torch.Tensor | None
-    write_to: torch.Tensor
-    write_at: torch.Tensor
+    pages: PageWrites | None = None
+    tails: TailWrites | None = None
     decode: DecodeRows | None = None  # on a GPU only: there a step's decode rows are attended in one call
 
 
@@ -154,9 +195,8 @@ class Batch:
         groups = {
             name: replace(
                 group,
-                write_rows=None if group.write_rows is None else group.write_rows.to(device),
-                write_to=group.write_to.to(device),
-                write_at=group.write_at.to(device),
+                pages=None if group.pages is None else group.pages.to(device),
+                tails=None if group.tails is None else group.tails.to(device),
                 decode=_decode_rows(self.spans, group.places, device),
             )
             for name, group in self.groups.items()
@@ -190,12 +230,13 @@ def _decode_rows(spans: Sequence[Span], places: Sequence[Place], device: torch.d
 
 
 def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, deterministic: bool) -> Batch:
-    """Lays the spans out in rows. Logits come in the order of the spans in ``work`` that want them.
+    """Lays the spans out in rows. Logits come in the order of the spans in ``work`` that want them: one row of a span,
+    of one with drafts a row a token.
 
     Raises:
         InternalError: a work falls into two spans of the grid, and a group has a tail.
     """
-    pieces = _on_grid(work) if deterministic else list(enumerate(work))
+    pieces = _on_grid(work) if deterministic else _drafts_apart(work)
     if deterministic:  # rows of one tile size side by side; the sort is stable
         pieces.sort(key=lambda piece: tile_rows(piece[1].count))
     token_ids: list[int] = []
@@ -204,7 +245,7 @@ def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, determinis
     workspace_rows: list[int] = []
     spans: list[Span] = []
     tiles: list[tuple[int, int]] = []
-    last_row: dict[int, int] = {}
+    wanted_rows: dict[int, list[int]] = {index: [] for index in range(len(work))}
     workspace_of_work: dict[int, int] = {}
     for at, (index, piece) in enumerate(pieces):
         first, count = len(token_ids), piece.count
@@ -215,8 +256,9 @@ def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, determinis
         workspace_of_work.setdefault(index, spans[-1].workspace_row)
         if count > 1:
             workspace_rows += range(first, first + count)
-        if piece.start + count == work[index].start + work[index].count:  # the pieces are sorted by tile size
-            last_row[index] = first + count - 1
+        is_last = piece.start + count == work[index].start + work[index].count  # the pieces are sorted by tile size
+        if work[index].wants_logits and (is_last or work[index].num_drafts):
+            wanted_rows[index].append(first + count - 1)
         if deterministic and (at + 1 == len(pieces) or tile_rows(pieces[at + 1][1].count) != tile_rows(count)):
             tiles += _close_tiles(token_ids, positions, tiles[-1][1] if tiles else 0, tile_rows(count))
     if not deterministic:
@@ -224,7 +266,7 @@ def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, determinis
         token_ids += [0] * padding
         positions += [0] * padding
         tiles = [(0, len(token_ids))]
-    logit_rows = [last_row[i] for i, w in enumerate(work) if w.wants_logits]
+    logit_rows = [row for rows in wanted_rows.values() for row in rows]
     num_logits = len(logit_rows)
     if deterministic:
         logit_rows += [0] * (-num_logits % DECODE_TILE)
@@ -242,9 +284,9 @@ def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, determinis
         spans=tuple(spans),
         padded=padded,
         groups={
-            group.name: _tail_group(group, geometry.tail_tokens(group), located)
-            if group.has_tail
-            else _dense_group(group, every_row, located)
+            group.name: _dense_group(group, every_row, located)
+            if group.mode == "dense"
+            else GroupBatch(_ring_places(group, located), tails=_tail_writes(group, located))
             for group in geometry.groups
         },
         workspace_rows=torch.tensor(workspace_rows, dtype=torch.int64),
@@ -259,7 +301,7 @@ def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, determinis
 def _dense_group(
     group: LayerGroup, every_row: torch.Tensor | None, located: Sequence[tuple[Span, SpanWork]]
 ) -> GroupBatch:
-    """Every real row goes to its page."""
+    """Every real row goes to its page; in groups with pending rows, which have no place there, those to the tail."""
     places, pages, rows = [], [], []
     for span, piece in located:
         table = piece.pages[group.name]
@@ -273,34 +315,48 @@ def _dense_group(
         places.append(
             Place(
                 page_ids=torch.tensor(table, dtype=torch.int64),
+                tail_slot=piece.tail_slots.get(group.name, -1),
                 full_pages=torch.tensor(table[:num_full], dtype=torch.int64),
                 last_page=table[num_full] if last_rows else -1,
                 last_rows=last_rows,
             )
         )
-    return GroupBatch(tuple(places), every_row, torch.tensor(pages), torch.tensor(rows))
+    writes = PageWrites(every_row, torch.tensor(pages), torch.tensor(rows))
+    return GroupBatch(tuple(places), writes, _tail_writes(group, located) if group.has_tail else None)
 
 
-def _tail_group(group: LayerGroup, tail_tokens: int, located: Sequence[tuple[Span, SpanWork]]) -> GroupBatch:
-    """Decode rows go into the tail's ring."""
-    places, decode, slots, rows = [], [], [], []
+def _ring_places(group: LayerGroup, located: Sequence[tuple[Span, SpanWork]]) -> tuple[Place, ...]:
+    places = []
     for span, piece in located:
-        slot = piece.tail_slots[group.name]
         table, base = piece.pages.get(group.name, ()), piece.bases.get(group.name, 0)
         _demand_held(group, span, table, base)
-        places.append(Place(torch.tensor(table, dtype=torch.int64), base, slot))
+        places.append(Place(torch.tensor(table, dtype=torch.int64), base, piece.tail_slots[group.name]))
+    return tuple(places)
+
+
+def _tail_writes(group: LayerGroup, located: Sequence[tuple[Span, SpanWork]]) -> TailWrites:
+    """Of decode rows."""
+    decode, slots, positions = [], [], []
+    chunks, together = set(), set()
+    for span, piece in located:
+        slot = piece.tail_slots[group.name]
+        # A chunk's rows reach the ring after the step, so nothing else of its sequence may run beside it; decode rows
+        # of one sequence may: each is in the ring before the next is attended.
+        if slot in chunks or (span.num_rows > 1 and slot in together):
+            raise InternalError(
+                f"two spans of one sequence in a step, in layer group {group.name!r} with a tail",
+                given=f"tail slot {slot} twice, {span.num_rows} rows at {span.start}",
+                allowed="each once, but for single rows",
+            )
+        together.add(slot)
         if span.num_rows == 1:
             decode.append(span.first_row)
             slots.append(slot)
-            rows.append(span.start % tail_tokens)
-    if len({place.tail_slot for place in places}) != len(places):  # the second would not see the first one's rows
-        raise InternalError(
-            f"two spans of one sequence in a step, in layer group {group.name!r} with a tail",
-            given=f"tail slots {sorted(place.tail_slot for place in places)}",
-            allowed="each once",
-        )
-    write_rows, write_to, write_at = (torch.tensor(values, dtype=torch.int64) for values in (decode, slots, rows))
-    return GroupBatch(tuple(places), write_rows, write_to, write_at)
+            positions.append(span.start)
+        else:
+            chunks.add(slot)
+    rows, to, at = (torch.tensor(values, dtype=torch.int64) for values in (decode, slots, positions))
+    return TailWrites(rows, to, at)
 
 
 def _demand_held(group: LayerGroup, span: Span, table: Sequence[int], base: int) -> None:
@@ -319,6 +375,20 @@ def _demand_held(group: LayerGroup, span: Span, table: Sequence[int], base: int)
 def tile_rows(count: int) -> int:
     """The tile size of deterministic mode for a span of ``count`` rows, 1 to 128."""
     return next(rows for rows in TILE_ROWS if rows >= count)
+
+
+def _drafts_apart(work: Sequence[SpanWork]) -> list[tuple[int, SpanWork]]:
+    """Works with drafts in single rows, so that each guess is checked by the very computation that it stands for."""
+    pieces = []
+    for index, span in enumerate(work):
+        if not span.num_drafts:
+            pieces.append((index, span))
+            continue
+        pieces += [
+            (index, replace(span, token_ids=span.token_ids[at : at + 1], start=span.start + at, num_drafts=0))
+            for at in range(span.count)
+        ]
+    return pieces
 
 
 def _on_grid(work: Sequence[SpanWork]) -> list[tuple[int, SpanWork]]:

@@ -114,14 +114,16 @@ def fill_tails(kv: KvView, kept: Iterable[tuple[SpanRows, int]], workspace: Work
     """
     began_ns = time.perf_counter_ns()
     for span, base in kept:
-        end = span.start + span.count
         for view in kv.by_group[span.group]:
-            assert view.tail is not None
+            if view.tail is None:  # its rows are in dense pages
+                continue
             ratio = view.region.ratio
-            first = max(span.start, base, end - view.tail.shape[1] * ratio)
+            begin, end = span.start // ratio, (span.start + span.count) // ratio
+            in_pages = 0 if view.region.tail_only else base // ratio
+            first = max(begin, in_pages, end - view.tail.shape[1])
             if first < end:
-                rows = workspace.rows(view, span.workspace_row + first - span.start, end - first)
-                _to_ring(view, span.tail_slot, first // ratio, rows)
+                rows = workspace.rows(view, span.workspace_row, span.start, first, end)
+                _to_ring(view, span.tail_slot, first, rows)
     kv.counters.append_ns += time.perf_counter_ns() - began_ns
 
 
@@ -198,7 +200,7 @@ def _page_rows(view: RegionView, span: SpanRows, index: int, workspace: Workspac
     split = end if span.workspace_row < 0 else min(end, max(first, span.start))
     parts = view.ring(span.tail_slot, first // ratio, (split - first) // ratio) if first < split else []
     if split < end:
-        parts.append(workspace.rows(view, span.workspace_row + split - span.start, end - split))
+        parts.append(workspace.rows(view, span.workspace_row, span.start, split // ratio, end // ratio))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

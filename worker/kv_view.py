@@ -153,7 +153,8 @@ class KvView:
         tails[to_slot] = tails[from_slot]
 
     def append(self, view: RegionView, rows: torch.Tensor, where: GroupBatch) -> None:
-        """Writes this step's rows [R, heads, dim] where they go: dense groups' pages, else the tails of decode rows.
+        """Writes this step's rows [R, heads, dim] of a region with a row a token where they go: the tails of decode
+        rows, where the region has a tail, else dense pages.
 
         Raises:
             PreconditionFailed: GEOMETRY_MISMATCH, the rows have other heads or another width than the sequence's.
@@ -167,12 +168,27 @@ class KvView:
                 hint="head counts and widths cannot change in the middle of a sequence",
             )
         began_ns = time.perf_counter_ns()
-        if where.write_rows is not None:
-            rows = rows[where.write_rows]
-        target = view.tail if view.tail is not None else view.pages
-        assert target is not None
-        if len(rows):
-            target[where.write_to, where.write_at] = rows
+        if view.tail is not None:
+            tails = where.tails
+            assert tails is not None
+            if len(tails.rows):
+                view.tail[tails.slots, tails.at(view.tail.shape[1])] = rows[tails.rows]
+        else:
+            pages = where.pages
+            assert view.pages is not None and pages is not None
+            if len(pages.pages):
+                view.pages[pages.pages, pages.at] = rows if pages.rows is None else rows[pages.rows]
+        self.counters.append_ns += time.perf_counter_ns() - began_ns
+
+    def append_blocks(self, view: RegionView, place: Place, first: int, rows: torch.Tensor) -> None:
+        """Writes rows [N, heads, dim] of blocks [first, first + N) of a sequence: to its dense pages, else its tail."""
+        began_ns = time.perf_counter_ns()
+        blocks = torch.arange(first, first + len(rows), device=rows.device)
+        if view.tail is not None:
+            view.tail[place.tail_slot, blocks % view.tail.shape[1]] = rows
+        else:
+            assert view.pages is not None
+            view.pages[place.page_ids[blocks // view.pages.shape[1]], blocks % view.pages.shape[1]] = rows
         self.counters.append_ns += time.perf_counter_ns() - began_ns
 
     def span(self, view: RegionView, place: Place, first: int, length: int, reason: str) -> torch.Tensor:
@@ -198,6 +214,12 @@ class KvView:
             parts += _page_rows(view, place, begin, end)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def rows_at(self, view: RegionView, place: Place, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows by their ``numbers`` [M] int64, out of a dense group's pages: [M, heads, dim], a copy of those alone."""
+        assert view.pages is not None
+        per_page = view.pages.shape[1]
+        return view.pages[place.page_ids[numbers // per_page], numbers % per_page]
+
     def _dequantised(
         self, view: RegionView, packed: PackedRegion, place: Place, begin: int, end: int, reason: str
     ) -> torch.Tensor:
@@ -216,15 +238,26 @@ class Workspace:
     def __init__(self, batch: Batch) -> None:
         self._wanted = batch.workspace_rows
         self._rows: dict[tuple[int, str], torch.Tensor] = {}
+        self._blocks: dict[tuple[int, str, int], tuple[int, torch.Tensor]] = {}
 
     def keep(self, view: RegionView, rows: torch.Tensor) -> None:
-        """Keeps a copy of what belongs here of this step's rows [R, heads, dim]; dense groups' are in pages already."""
+        """Keeps a copy of what belongs here of this step's rows [R, heads, dim]; those of dense pages are there yet."""
         if view.tail is not None and len(self._wanted):
             self._rows[view.region.layer, view.region.kind] = rows[self._wanted]
 
-    def rows(self, view: RegionView, first: int, count: int) -> torch.Tensor:
-        """[count, heads, dim], a view."""
-        return self._rows[view.region.layer, view.region.kind][first : first + count]
+    def keep_blocks(self, view: RegionView, workspace_row: int, first: int, rows: torch.Tensor) -> None:
+        """Keeps rows [N, heads, dim] of blocks [first, first + N) of the span at ``workspace_row``."""
+        self._blocks[view.region.layer, view.region.kind, workspace_row] = (first, rows)
+
+    def rows(self, view: RegionView, workspace_row: int, start: int, first: int, end: int) -> torch.Tensor:
+        """Region rows [first, end) of the span at ``workspace_row`` that begins at token ``start``: [end - first,
+        heads, dim], a view. Of a ratio above 1 those of the blocks that the span completed.
+        """
+        if view.region.ratio == 1:
+            at = workspace_row - start
+            return self._rows[view.region.layer, view.region.kind][at + first : at + end]
+        at, rows = self._blocks[view.region.layer, view.region.kind, workspace_row]
+        return rows[first - at : end - at]
 
     def of(self, view: RegionView) -> torch.Tensor | None:
         """All of a region's rows [P, heads, dim]; None where the step has none."""

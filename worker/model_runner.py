@@ -11,9 +11,12 @@ import torch
 
 from protos.errors import PreconditionFailed
 from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
+from worker.families import Network
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView, Workspace
 from worker.models.attention import Attend, attend
+from worker.models.deepseek_v4 import DeepseekV4
+from worker.models.deepseek_v4_kv_rows import KvRows
 from worker.models.gpu_attention import GpuAttention
 from worker.models.layers import Tiles
 from worker.models.llama import Llama
@@ -49,7 +52,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        network: Llama,
+        network: Network,
         kv: KvView,
         pages: GpuPages | None = None,
         *,
@@ -65,6 +68,7 @@ class ModelRunner:
         self._attend: Attend = attend
         self._on_gpu = pages is not None
         if pages is not None:
+            assert isinstance(network, Llama)  # other families are refused before they are loaded
             with _current(network.device):
                 on_gpu = GpuAttention(
                     kv,
@@ -99,8 +103,13 @@ class ModelRunner:
             if self._on_gpu:
                 batch = batch.to(self._network.device)
             workspace = Workspace(batch)
-            logits = self._network.forward(batch, self._kv, workspace, self._attend)
+            logits = self._forward(batch, workspace)
             return Step(logits.to("cpu"), workspace, batch.workspace_of_work)
+
+    def _forward(self, batch: Batch, workspace: Workspace) -> torch.Tensor:
+        if isinstance(self._network, DeepseekV4):
+            return self._network.forward(batch, KvRows(self._kv, workspace, batch))
+        return self._network.forward(batch, self._kv, workspace, self._attend)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -108,7 +117,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def check_tiles(network: Llama) -> None:
+def check_tiles(network: Network) -> None:
     """Proves on this machine what deterministic mode rests on: a row's bits do not depend on its place or its mates.
 
     For every tile size, runs the row-wise parts of a layer and the output matrix over random rows, then over the same
@@ -120,9 +129,9 @@ def check_tiles(network: Llama) -> None:
     generator = torch.Generator().manual_seed(20260101)
     for rows in TILE_ROWS:
         for trial in range(3):
-            ours = torch.randn(rows, network.config.hidden, generator=generator).to(network.embed)
+            ours = torch.randn(rows, network.embed.shape[1], generator=generator).to(network.embed)
             order = torch.randperm(rows, generator=generator).to(network.device)
-            mates = torch.randn(rows, network.config.hidden, generator=generator).to(ours)
+            mates = torch.randn(rows, network.embed.shape[1], generator=generator).to(ours)
             kept = torch.arange(rows, device=network.device) < max(1, rows // (trial + 1))  # all, half, a third stay
             moved = torch.where(kept.unsqueeze(1), ours, mates)[order]
             for part, first, second in zip(
@@ -133,7 +142,7 @@ def check_tiles(network: Llama) -> None:
     for sizes in ((8, 16), (8, 16, 64), (8, 128), TILE_ROWS):
         ends = list(itertools.accumulate(sizes))
         tiles = tuple(zip([0, *ends], ends, strict=False))
-        together = torch.randn(ends[-1], network.config.hidden, generator=generator).to(network.embed)
+        together = torch.randn(ends[-1], network.embed.shape[1], generator=generator).to(network.embed)
         in_batch, _ = _row_parts(network, together, tiles)
         for a, b in tiles:
             alone, _ = _row_parts(network, together[a:b])
@@ -151,17 +160,19 @@ def _not_deterministic(found: str) -> PreconditionFailed:
     )
 
 
-def _row_parts(network: Llama, x: torch.Tensor, tiles: Tiles = ()) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [R, hidden] through layer 0 without attention (V stands in for it), and through the output matrix.
+def _row_parts(network: Network, x: torch.Tensor, tiles: Tiles = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, hidden] through what works on single rows: a layer, and the output matrix, which sees decode tiles only.
 
     ``tiles`` cover x; none: it is one tile.
     """
-    rows, config, layer = len(x), network.config, network.layers[0]
-    empty = torch.empty(0, dtype=torch.int64, device=x.device)
+    rows = len(x)
+    zeros, empty = (torch.zeros(count, dtype=torch.int64, device=x.device) for count in (rows, 0))
     tiles = tiles or ((0, rows),)
-    batch = Batch(empty, empty, tiles, (), False, {}, empty, (), empty, tiles, rows, deterministic=True)
-    cos, sin = network.cos[5:6], network.sin[5:6]  # one position for all rows
-    q, k, v = network.project(layer, x, cos, sin, batch)
-    mixed = q + (k + v).repeat_interleave(config.q_heads // config.kv_heads, dim=1)
-    out = network.feed_forward(layer, x, mixed, batch)
-    return out, network.logits(out, batch) if rows == DECODE_TILE else out
+    num_logits = rows if rows == DECODE_TILE else 0
+    logit_rows = torch.arange(num_logits, device=x.device)
+    logit_tiles = tiles if num_logits else ()
+    batch = Batch(
+        zeros, zeros, tiles, (), False, {}, empty, (), logit_rows, logit_tiles, num_logits, deterministic=True
+    )
+    layer, logits = network.row_parts(x, batch)
+    return layer, logits if num_logits else layer

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from kvstore.client import Admitted, Attachment, Forked, NewPage, OpenRequest, Refused, Truncated, page_checksum
-from kvstore.geometry import LayerGroup
+from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from kvstore.retention import is_dense_again, pages_for
 from protos.errors import InternalError
 from protos.page_hash import PAGE_TOKENS
@@ -56,6 +56,8 @@ class SequenceKv:
         self._geometry = kv.geometry
         self._tailed = [group for group in kv.geometry.groups if group.has_tail]
         self._packed = [group for group in kv.geometry.groups if group.packed]
+        self._pending = {group.name: _pending_rings(group, kv.geometry) for group in self._tailed}
+        self._at_boundaries_only = any(group.has_pending and group.mode == "dense" for group in self._tailed)
         self._mode_missed = False
         self._on_gpu = on_gpu
         self.num_checkpoints_skipped = 0
@@ -90,10 +92,18 @@ class SequenceKv:
             return answer
         self._take(opened, answer, promised)
         opened.num_computed, opened.junction = answer.num_cached, answer.junction
+        if self._at_boundaries_only:  # what waits for a block there is soon overwritten
+            opened.boundary = (opened.num_prompt - 1) // PAGE_TOKENS * PAGE_TOKENS
         again = opened.num_dropped > 0  # what it finds now may be its own: that is no prompt saved
         opened.num_cached = min(opened.num_cached, answer.num_cached) if again else answer.num_cached
         # Tokens that went out stay as exact as what they were computed over.
         opened.prefix_exact = answer.prefix_exact and (opened.prefix_exact or not opened.num_emitted)
+        if not answer.prefix_exact:
+            log.info(
+                "resumed from packed rows, which is lossy",
+                request_id=opened.request.request_id,
+                num_cached=answer.num_cached,
+            )
         kv_moves.copy_tails(self.kv, answer.tail_copies)
         kv_moves.refill_tails(self.kv, answer.refills, "resume", self._on_gpu)
         if answer.tail_copies or answer.refills:
@@ -139,9 +149,9 @@ class SequenceKv:
     def keep_rows(self, work: Sequence[Work], step: Step, new_pages: NewPages) -> Kept:
         """Packs what is due, then moves prefill rows from the workspace into the tails.
 
-        A chunk that laps its ring would overwrite rows that the base does not free before ``publish``; it waits until
-        its length is committed. So a slot that is committed further than its ring reaches from its base was cut off
-        just there: its tail is void, and it is to be computed again.
+        A chunk that laps a ring would overwrite rows that the committed length still needs; it waits until its own
+        length is committed. So a slot that is committed further than its rings reach from its base, or from what waits
+        for a block, was cut off just there: its tail is void, and it is to be computed again.
         """
         jobs: list[SealJob] = []
         soon: list[tuple[SpanRows, int]] = []
@@ -150,15 +160,23 @@ class SequenceKv:
             for group in self._tailed:
                 slot, base = w.sequence.tail_slots[group.name], w.sequence.bases[group.name]
                 rows = SpanRows(group.name, slot, w.sequence.num_computed, w.count, workspace_row)
-                if pages := new_pages.get(w.sequence.slot, {}).get(group.name):
+                pages = new_pages.get(w.sequence.slot, {}).get(group.name)
+                if pages and group.packed:
                     jobs.append(SealJob(rows, pages))
                 if workspace_row >= 0:
-                    laps = w.end - base > self._geometry.tail_tokens(group)
+                    laps = self._laps(group, base, w)
                     (late if laps else soon).append((rows, base_after(self._geometry, group, base, w.end, 1)))
         checksums = kv_moves.pack(self.kv, jobs, step.workspace, self._on_gpu)
         kv_moves.fill_tails(self.kv, soon, step.workspace)
         self.kv.settle()
         return Kept(checksums, late, step)
+
+    def _laps(self, group: LayerGroup, base: int, w: Work) -> bool:
+        """Whether a chunk's rows go over some of its rings that are needed until it is committed."""
+        if group.mode != "dense" and w.end - base > self._geometry.tail_tokens(group):
+            return True
+        start = w.sequence.num_computed
+        return any(w.end - rows > region.first_pending(start) for region, rows in self._pending[group.name])
 
     def publish(self, work: Sequence[Work], kept: Kept) -> None:
         """After the commit: moves bases over what is packed or whole, one call, and none for most steps."""
@@ -169,9 +187,11 @@ class SequenceKv:
             [w.sequence for w in work if seals(self._geometry, w.sequence, w.sequence.num_computed, 1)], kept.checksums
         )
         for w in work if self._tailed else ():
-            if w.sequence.num_computed == w.sequence.num_prompt:
+            num_tokens = w.sequence.num_computed
+            keeps = not self._at_boundaries_only or num_tokens % PAGE_TOKENS == 0
+            if num_tokens == w.sequence.boundary or (num_tokens == w.sequence.num_prompt and keeps):
                 self._keep_tails(w.sequence, "prompt_end")
-            elif w.sequence.num_computed == w.sequence.junction:
+            elif num_tokens == w.sequence.junction:
                 self._keep_tails(w.sequence, "junction")
 
     def _seal(self, due: Sequence[Seq], checksums: dict[tuple[str, int], int]) -> None:
@@ -194,16 +214,26 @@ class SequenceKv:
         window, there is nothing to keep; ``num_checkpoints_skipped`` counts that.
         """
         num_tokens = kept.num_computed
-        if len(self._tailed) < len(self._geometry.groups):
+        if any(group.mode == "dense" for group in self._geometry.groups):
             num_tokens -= num_tokens % PAGE_TOKENS
         if not num_tokens or not self._tailed:
             return
-        rings = [group for group in self._tailed if group.mode != "dense"]
-        if all(is_dense_again(num_tokens, kept.bases[g.name], g.effective_window) for g in rings):
+        if self._tails_hold(kept, num_tokens):
             kv_moves.copy_tails(self.kv, self._attachment.checkpoint(kept.slot, num_tokens, kind))
             self.kv.settle()
         else:
             self.num_checkpoints_skipped += 1
+
+    def _tails_hold(self, kept: Seq, num_tokens: int) -> bool:
+        """Whether the tails still hold what a sequence of ``num_tokens`` needs, a little shorter than it is."""
+        for group in self._tailed:
+            if group.mode != "dense" and not is_dense_again(num_tokens, kept.bases[group.name], group.effective_window):
+                return False
+            for region, rows in self._pending[group.name]:
+                needed = region.first_pending(num_tokens)
+                if needed < num_tokens and needed < kept.num_computed - rows:
+                    return False
+        return True
 
     # --- going back, and going on twice ---
 
@@ -226,6 +256,14 @@ class SequenceKv:
         cut.bases.update(truncated.bases)
         self._read_pages(cut, self._geometry.groups)
         self._log_tokens(cut)
+        if not truncated.exact:
+            cut.prefix_exact = False
+            log.warning(
+                "rolled back to packed rows, which is lossy",
+                request_id=cut.request.request_id,
+                num_tokens=num_tokens,
+                refilled={refill.group: refill.num_tokens for refill in truncated.refills},
+            )
         return truncated
 
     def fork(self, parent: Seq, request_id: str) -> Seq | None:
@@ -325,3 +363,9 @@ class SequenceKv:
                     group=group.name,
                     num_tokens=ended.num_computed,
                 )
+
+
+def _pending_rings(group: LayerGroup, geometry: CacheGeometry) -> list[tuple[Region, int]]:
+    """A region of each kind of pending rows, and the rows of its ring."""
+    kinds = {(region.block, region.carry): region for region in group.regions if region.tail_only}
+    return [(region, geometry.ring_rows(group, region)) for region in kinds.values()]

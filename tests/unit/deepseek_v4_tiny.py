@@ -193,6 +193,11 @@ class MemoryRows:
         )
         return held.rows[first:end]
 
+    def chosen(self, span: int, layer: int, kind: str, numbers: torch.Tensor) -> torch.Tensor:
+        held = self.rows[self.sequences[span]][layer, kind]
+        assert held.first == 0 and int(numbers.max()) < held.end
+        return held.rows[numbers]
+
     def keep(self, layer: int, kind: str, rows: torch.Tensor) -> None:
         assert self.batch is not None and len(rows) == len(self.batch.token_ids)
         for span, sequence in zip(self.batch.spans, self.sequences, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_every_eos_id_ends_a_sequence_unless_ignored(folder: Path, model: Model)
     config = config_for(folder)
     (tokens,) = Harness(model, config).run(request("r", prompt(1, 20), 12)).values()
     for eos in (tokens[3], tokens[5]):
-        with_eos = Model(model.network, model.info, model.geometry, (VOCAB - 1, eos))
+        with_eos = replace(model, eos_token_ids=(VOCAB - 1, eos))
         harness = Harness(with_eos, config)
         harness.run(request("r", prompt(1, 20), 12, ignore_eos=False))
         assert harness.tokens("r") == tokens[: tokens.index(eos) + 1] and harness.reason("r") == pb.FINISH_REASON_EOS

@@ -19,7 +19,7 @@ from protos.errors import InternalError, PreconditionFailed
 from protos.page_hash import PAGE_TOKENS
 from tests.unit.fake_gpu_kernels import FakeGpuKernels
 from worker import kv_moves
-from worker.batch import GroupBatch, Place, Span, _decode_rows
+from worker.batch import GroupBatch, PageWrites, Place, Span, TailWrites, _decode_rows
 from worker.gpu_pages import GpuPages
 from worker.kv_moves import SealJob, SpanRows
 from worker.kv_view import KvView, Workspace, place_of
@@ -173,9 +173,11 @@ def test_rows_of_other_heads_or_width_are_refused_in_the_middle_of_a_sequence(
 ) -> None:
     store = Store(*mode)
     before = store.span((0, "k"), 0, LENGTH).clone()
-    tail = LENGTH % PAGE_TOKENS if mode[0] == "dense" else LENGTH % store.kv.geometry.tail_tokens(store.group)
-    to = store.pages[LENGTH // PAGE_TOKENS] if mode[0] == "dense" else store.slot
-    where = GroupBatch((), None, torch.tensor([to]), torch.tensor([tail]))
+    page, slot, at, first = (
+        torch.tensor([value])
+        for value in (store.pages[LENGTH // PAGE_TOKENS] if mode[0] == "dense" else -1, store.slot, LENGTH, 0)
+    )
+    where = GroupBatch((), PageWrites(None, page, at % PAGE_TOKENS), TailWrites(first, slot, at))
     with pytest.raises(PreconditionFailed) as caught:
         store.kv.append(store.kv.view(0, "k"), torch.ones(shape), where)
     assert (caught.value.reason, caught.value.allowed) == ("GEOMETRY_MISMATCH", "2 x 16")

@@ -124,8 +124,8 @@ class DeepseekV4:
         return self._logits(streams, weights.head_mixing, weights.norm, batch)
 
     def row_parts(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [R, hidden] through what of a layer works on single rows (q stands in for what attention gives), and through
-        the head: ([R, ...], logits [R, vocab_size]). For comparing bits.
+        """x [R, hidden] through what of a layer works on single rows (q stands in for what attention gives): [R, ...];
+        and through the head: logits [R, vocab_size]. For comparing bits.
         """
         layer = self.config.ratios.index(CSA_RATIO) if CSA_RATIO in self.config.ratios else 0
         weights, config = self.layers[layer], self.config

@@ -64,8 +64,8 @@ class LayerRope(NamedTuple):
     step: Rotation
 
 
-class _Step(NamedTuple):
-    """What a layer computes for all rows of a step at once.
+class Projected(NamedTuple):
+    """What a layer computes for all rows of a step at once, before any attention.
 
     Attributes:
         q: [R, heads, dim]. raw: [R, 1, dim]. pending: [R, 2, width] float32, of layers with a compressor.
@@ -91,7 +91,7 @@ def attention(
     rows: Rows,
 ) -> torch.Tensor:
     """x [R, hidden], normed -> [R, hidden]; the step's rows of this layer are kept in ``rows``."""
-    step = _project(x, weights, config, batch, rope)
+    step = project(x, weights, config, batch, rope)
     rows.keep(layer, RAW_ROW, step.raw)
     if step.pending is not None:
         rows.keep(layer, HCA_PENDING if step.index_pending is None else CSA_PENDING, step.pending)
@@ -104,7 +104,7 @@ def attention(
         if weights.compressor is not None and at.end >= weights.compressor.ratio:
             parts.append(_attend_compressed(step, at, weights, config, rope))
         at.own(out)[:] = merge(parts, weights.sink)
-    return _project_out(rotate_last(out, rope.step.inverse).to(x.dtype), weights, config, batch.tiles)
+    return project_out(rotate_last(out, rope.step.inverse).to(x.dtype), weights, config, batch.tiles)
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -112,13 +112,13 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (rms(x, eps) * weight).to(x.dtype)
 
 
-def _project(
+def project(
     x: torch.Tensor, weights: AttentionWeights, config: DeepseekV4Config, batch: Batch, rope: LayerRope
-) -> _Step:
+) -> Projected:
     tiles, eps = batch.tiles, config.norm_eps
     q_low = normed(linear(x, weights.wq_a, None, tiles), weights.q_norm, eps)
     q = linear(q_low, weights.wq_b, None, tiles).view(-1, config.num_heads, config.head_dim)
-    step = _Step(
+    step = Projected(
         q=rotate_last(rms(q, eps).to(x.dtype), rope.step),
         raw=rotate_last(normed(linear(x, weights.wkv, None, tiles), weights.kv_norm, eps), rope.step).unsqueeze(1),
     )
@@ -135,7 +135,7 @@ def _project(
     return step
 
 
-def _attend_window(step: _Step, at: LayerSpan, config: DeepseekV4Config) -> Part:
+def _attend_window(step: Projected, at: LayerSpan, config: DeepseekV4Config) -> Part:
     first = max(0, at.start - config.window + 1)
     raw = torch.cat((at.held(RAW_ROW, first, at.start), at.own(step.raw)))
     return attend_dense(
@@ -150,7 +150,7 @@ def _attend_window(step: _Step, at: LayerSpan, config: DeepseekV4Config) -> Part
 
 
 def _attend_compressed(
-    step: _Step, at: LayerSpan, weights: AttentionWeights, config: DeepseekV4Config, rope: LayerRope
+    step: Projected, at: LayerSpan, weights: AttentionWeights, config: DeepseekV4Config, rope: LayerRope
 ) -> Part:
     """Completes the span's blocks, each of which its own last token sees already, and attends to compressed rows."""
     assert weights.compressor is not None and step.pending is not None
@@ -158,36 +158,37 @@ def _attend_compressed(
     q, frequencies = at.own(step.q), rope.frequencies
     row, pending = (HCA_ROW, HCA_PENDING) if weights.indexer is None else (CSA_ROW, CSA_PENDING)
     new = complete(at.own(step.pending), pending, row, at, weights.compressor, frequencies, q.dtype, eps)
-    held = torch.cat((at.held(row, 0, at.start // ratio), new))
     if weights.indexer is not None:
         assert step.index_pending is not None and step.index_q is not None and step.index_weights is not None
         own, compressor = at.own(step.index_pending), weights.indexer.compressor
-        new = complete(own, INDEX_PENDING, INDEX_KEY, at, compressor, frequencies, q.dtype, eps)
-        if len(held) > config.index_topk:
-            keys = torch.cat((at.held(INDEX_KEY, 0, at.start // ratio), new)).squeeze(1)
+        keys = complete(own, INDEX_PENDING, INDEX_KEY, at, compressor, frequencies, q.dtype, eps)
+        if at.end // ratio > config.index_topk:
+            keys = torch.cat((at.held(INDEX_KEY, 0, at.start // ratio), keys)).squeeze(1)
             scores = index_scores(at.own(step.index_q), at.own(step.index_weights), keys)
             num_visible = torch.arange(at.start + 1, at.end + 1, device=q.device) // ratio
-            return _attend_chosen(q, held.squeeze(1), choose(scores, num_visible, config.index_topk), scale)
+            return _attend_chosen(q, row, at, choose(scores, num_visible, config.index_topk), scale)
+    held = torch.cat((at.held(row, 0, at.start // ratio), new))
     return attend_dense(q, held, held, first_position=at.start, first_row=0, sm_scale=scale, ratio=ratio)
 
 
-def _attend_chosen(q: torch.Tensor, held: torch.Tensor, chosen: torch.Tensor, sm_scale: float) -> Part:
-    """Each query [T, heads, dim] over its own rows, [T, K] int64 numbers of ``held`` [N, dim]; -1: none."""
+def _attend_chosen(q: torch.Tensor, kind: str, at: LayerSpan, chosen: torch.Tensor, sm_scale: float) -> Part:
+    """Each query [T, heads, dim] over its own rows, [T, K] int64 numbers of the kind; -1: none. Only those are read."""
     out = q.new_empty(q.shape, dtype=torch.float32)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     step = max(1, _GATHERED // (chosen.shape[1] * q.shape[-1]))
     for first in range(0, len(q), step):
-        at = slice(first, min(len(q), first + step))
-        gathered = held[chosen[at].clamp(min=0)].float()  # [t, K, dim]
-        scores = torch.bmm(q[at].float() * sm_scale, gathered.transpose(1, 2))
-        scores.masked_fill_((chosen[at] < 0).unsqueeze(1), -torch.inf)
-        lse[at] = scores.logsumexp(-1)
-        finite = lse[at].clamp(min=torch.finfo(torch.float32).min)  # a query that sees no row gets 0, not NaN
-        out[at] = torch.bmm((scores - finite.unsqueeze(-1)).exp_(), gathered)
+        some = slice(first, min(len(q), first + step))
+        numbers = chosen[some].clamp(min=0)
+        gathered = at.chosen(kind, numbers.flatten()).view(*numbers.shape, -1).float()  # [t, K, dim]
+        scores = torch.bmm(q[some].float() * sm_scale, gathered.transpose(1, 2))
+        scores.masked_fill_((chosen[some] < 0).unsqueeze(1), -torch.inf)
+        lse[some] = scores.logsumexp(-1)
+        finite = lse[some].clamp(min=torch.finfo(torch.float32).min)  # a query that sees no row gets 0, not NaN
+        out[some] = torch.bmm((scores - finite.unsqueeze(-1)).exp_(), gathered)
     return Part(out, lse)
 
 
-def _project_out(out: torch.Tensor, weights: AttentionWeights, config: DeepseekV4Config, tiles: Tiles) -> torch.Tensor:
+def project_out(out: torch.Tensor, weights: AttentionWeights, config: DeepseekV4Config, tiles: Tiles) -> torch.Tensor:
     """[R, heads, dim] -> [R, hidden]: consecutive heads are a group with a projection of its own, then all are one."""
     groups = out.reshape(len(out), config.o_groups, -1).unbind(1)
     shares = weights.wo_a.chunk(config.o_groups)

@@ -19,6 +19,10 @@ class Rows(Protocol):
         """[end - first, heads, dim]: rows from before this step; not to be written to."""
         ...
 
+    def chosen(self, span: int, layer: int, kind: str, numbers: torch.Tensor) -> torch.Tensor:
+        """[M, heads, dim]: rows ``numbers`` [M] int64 of a kind of blocks, those that the span completed included."""
+        ...
+
     def keep(self, layer: int, kind: str, rows: torch.Tensor) -> None:
         """Takes this step's rows [R, heads, dim] of a kind with a row a token; padding rows belong to no span."""
         ...
@@ -51,6 +55,9 @@ class LayerSpan(NamedTuple):
 
     def held(self, kind: str, first: int, end: int) -> torch.Tensor:
         return self.rows.held(self.number, self.layer, kind, first, end)
+
+    def chosen(self, kind: str, numbers: torch.Tensor) -> torch.Tensor:
+        return self.rows.chosen(self.number, self.layer, kind, numbers)
 
     def keep_blocks(self, kind: str, first: int, rows: torch.Tensor) -> None:
         self.rows.keep_blocks(self.number, self.layer, kind, first, rows)
