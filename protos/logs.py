@@ -12,6 +12,33 @@ import sys
 import structlog
 from structlog.typing import EventDict, Processor
 
+_FIRST = ("timestamp", "level", "component", "event")
+_FOLDED = ("_tokens", "_ms")
+
+
+def _in_reading_order(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """When, how bad, who, what; then the rest as it was given."""
+    return {key: event[key] for key in _FIRST if key in event} | event
+
+
+def _for_people(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """Leaves out what is not known, and folds counts and times into one entry each: "tokens='prompt 12, output 33'".
+
+    In JSON a kind of line always has the same keys.
+    """
+    shown: EventDict = {}
+    for key, value in event.items():
+        suffix = next((each for each in _FOLDED if key.endswith(each)), None)
+        if value is None or value == "":
+            continue
+        if suffix is None or not isinstance(value, int | float):
+            shown[key] = value
+        else:
+            entry = f"{key.removesuffix(suffix).replace('_', ' ')} {value}"
+            name = suffix.strip("_")
+            shown[name] = f"{shown[name]}, {entry}" if name in shown else entry
+    return shown
+
 
 def configure(component: str, json: bool | None = None, level: str = "info") -> None:
     """Sets up logging for this process; call once, first thing in ``main``.
@@ -35,10 +62,17 @@ def configure(component: str, json: bool | None = None, level: str = "info") -> 
         structlog.processors.TimeStamper(fmt="iso", utc=True) if json else structlog.processors.TimeStamper("%H:%M:%S"),
     ]
     render: list[Processor] = (
-        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        [structlog.processors.format_exc_info, _in_reading_order, structlog.processors.JSONRenderer()]
         if json
         else [
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+            _for_people,
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(),
+                exception_formatter=structlog.dev.plain_traceback,
+                sort_keys=False,
+                pad_event_to=0,
+                pad_level=False,
+            ),
         ]
     )
     handler = logging.StreamHandler(sys.stderr)
