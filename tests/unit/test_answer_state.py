@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.errors import CapacityError, DeadlineExceeded, TailpackError, Unavailable
+from protos.errors import CapacityError, DeadlineExceeded, RequestCancelled, TailpackError, Unavailable
 from router.answer_state import AnswerState, Failure, RetryPolicy
 from router.client_request import build_request
 
@@ -44,6 +44,18 @@ def test_the_longest_hint_of_a_round_is_waited_for() -> None:
     assert state.failed(LOST, now_s=0.0, jitter=0.0) >= 5.0
     assert state.failed(LOST, now_s=6.0, jitter=0.0) == 0.0
     assert state.failed(LOST, now_s=6.0, jitter=0.0) < 5.0
+
+
+@pytest.mark.parametrize("spoken", [False, True])
+def test_a_cancel_that_no_router_speaks_of_is_a_lost_connection(spoken: bool) -> None:
+    """Some servers cancel their calls when they stop."""
+    state = AnswerState("r", build_request("x"), RetryPolicy())
+    failure = Failure(RequestCancelled("cancelled"), spoken=spoken, accepted=True)
+    if spoken:
+        with pytest.raises(RequestCancelled):
+            state.failed(failure, now_s=0.0, jitter=0.0)
+    else:
+        assert state.failed(failure, now_s=0.0, jitter=0.0) > 0
 
 
 def test_a_deadline_is_not_waited_past() -> None:
