@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -15,6 +15,20 @@ from router.requests import Requests
 
 Chunk = tuple[int, router_pb2.GenerateResponse]
 """Which choice, and what came of it."""
+
+
+async def complete(answer: AsyncIterator[router_pb2.GenerateResponse]) -> AsyncIterator[router_pb2.GenerateResponse]:
+    """An answer's chunks, for protocols that know no end by Cancel.
+
+    Raises:
+        RequestCancelled: it ended so; what came before was returned.
+    """
+    async for chunk in answer:
+        if chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED:
+            chunk.ClearField("finish_reason")
+            yield chunk
+            raise RequestCancelled("the request was cancelled while it ran")
+        yield chunk
 
 
 class Choices:
@@ -66,11 +80,7 @@ class Choices:
         call = replace(self._call, request_id=f"{self._call.request_id}.{index}") if index else self._call
         try:
             async with self._requests.answer(self._choices[index], call) as answer:
-                async for chunk in answer:
-                    if chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED:
-                        chunk.ClearField("finish_reason")
-                        await self._queue.put((index, chunk))
-                        raise RequestCancelled("the request was cancelled while it ran")
+                async for chunk in complete(answer):
                     await self._queue.put((index, chunk))
         except Exception as failure:  # noqa: BLE001 - it is raised where the chunks are taken
             await self._queue.put(failure)
