@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protos import router_pb2, rpc, types_pb2
@@ -55,6 +55,7 @@ class Requests:
         tracing: Tracing | None = None,
         limits_of: Callable[[str], TenantLimits] = lambda tenant: NO_LIMITS,
         worker_tls: ClientTls | None = None,
+        switches: Sequence[types_pb2.Switch] = (),
         on_ready: Callable[[bool], None] = lambda ready: None,
     ) -> None:
         """Starts nothing yet.
@@ -66,6 +67,7 @@ class Requests:
             tracing: where spans go; None: nowhere.
             limits_of: each tenant's limits; asked anew for each request.
             worker_tls: how to reach the workers; None: in plain text.
+            switches: what this router was asked for and what came of it, for Stats.
             on_ready: told whenever a worker comes or goes, whether any is ready.
         """
         incarnation = rpc.new_request_id().removeprefix("req-")
@@ -75,6 +77,7 @@ class Requests:
         self.metrics = RequestMetrics()
         self.log_prompts = log_prompts
         self.tracing = tracing
+        self._switches = switches
         self._on_ready = on_ready
         self._started_ns = time.monotonic_ns()
         facts = TokenizerFacts(tokenizer.digest, tokenizer.vocab_size)
@@ -128,6 +131,7 @@ class Requests:
             in_flight=self.admission.num_in_flight,
             ttft=histogram_message(self.metrics.ttft),
             itl=histogram_message(self.metrics.itl),
+            switches=self._switches,
             **vars(self.counters),
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from protos import router_pb2_grpc, rpc, tracing
+from protos import router_pb2_grpc, rpc, tracing, types_pb2
 from protos.metrics import EventLoopProbe, ProcessMetrics, exported
 from protos.tls import ClientTls, ServerTls
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
@@ -80,6 +80,7 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         tracing=traces,
         limits_of=authenticator.limits_of,
         worker_tls=config.worker_tls,
+        switches=switches(config),
         on_ready=on_ready,
     )
     server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
@@ -111,6 +112,18 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         await requests.close()
         if traces is not None:
             await asyncio.to_thread(traces.stop)
+
+
+def switches(config: RouterConfig) -> list[types_pb2.Switch]:
+    """What was asked for. It all runs: what cannot be had has ended the start by name."""
+    asked = {
+        "tls": config.tls and ("mutual" if config.tls.client_ca else "server"),
+        "tls-to-workers": config.worker_tls and ("mutual" if config.worker_tls.cert else "server"),
+        "tokens": config.tokens and str(config.tokens),
+        "traces": config.otlp_endpoint,
+        "log-prompts": "on" if config.log_prompts else None,
+    }
+    return [types_pb2.Switch(name=k, configured=v or "off", engaged=v or "") for k, v in asked.items()]
 
 
 def _tell_who_may_call(config: RouterConfig) -> None:

@@ -20,6 +20,7 @@ STATE_STYLE = {
     "refused": "bold red",
 }
 WIDE = 110  # columns from which on a table has room for what is nice to know
+ROOMY = 72  # below it a worker's name needs the room of a column
 WIDEST = 140  # a wider table is hard to read along
 
 
@@ -46,7 +47,9 @@ def workers_table(rows: Sequence[WorkerRow], width: int, most: int = 1 << 30) ->
     if wide:
         table.add_column("device", no_wrap=True, max_width=24)
         table.add_column("KV mode", no_wrap=True)
-    for name in ("run", "wait", "queued tok", "tok/s", *(("prompt tok/s", "step ms") if wide else ())):
+    roomy = width >= ROOMY
+    names = ["run", "wait", *(["queued tok"] if roomy else []), "tok/s", *(["prompt tok/s", "step ms"] if wide else [])]
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("KV pages", no_wrap=True, justify="right")
     shown = sorted(rows, key=lambda row: row.state == "ready")[: _room(most, len(rows))] if len(rows) > most else rows
@@ -58,7 +61,8 @@ def workers_table(rows: Sequence[WorkerRow], width: int, most: int = 1 << 30) ->
         ]
         if wide:
             cells += [row.device, row.kv_mode]
-        numbers = [str(row.running), str(row.waiting), _count(row.queued_tokens), _rate(row.tokens_per_s)]
+        numbers = [str(row.running), str(row.waiting), *([_count(row.queued_tokens)] if roomy else [])]
+        numbers.append(_rate(row.tokens_per_s))
         if wide:
             numbers += [_rate(row.prompt_tokens_per_s), "-" if row.step_s is None else f"{row.step_s * 1e3:.1f}"]
         numbers.append(_share(row.pages_used, row.pages_total, 8 if wide else 4))
@@ -194,7 +198,7 @@ def _count(value: int) -> str:
 def _rate(value: float) -> str:
     if value < 10:
         return f"{value:.1f}"
-    return f"{value:.0f}" if value < 100_000 else f"{value / 1e3:.0f}k"
+    return f"{value:.0f}" if value < 100_000 else _count(round(value))
 
 
 def _uptime(seconds: float) -> str:

@@ -23,6 +23,7 @@ from functools import partial
 import structlog
 import torch
 
+from kernels.loader import arch_of
 from kvstore.client import Attachment, attach, stats
 from protos import kvstore_pb2, rpc, types_pb2, worker_pb2_grpc
 from protos.errors import InternalError, KvStoreLost, PreconditionFailed, TailpackError
@@ -32,11 +33,12 @@ from protos.tracing import Tracing
 from worker.config import WorkerConfig
 from worker.device_memory import DeviceMemory
 from worker.engine import Engine
-from worker.gpu import memory_of, store_name
+from worker.gpu import memory_of, store_name, torch_device
 from worker.ledger import worker_memory
 from worker.metrics import StepObserver, WorkerCollector
 from worker.service import SERVICE, WorkerService
 from worker.sessions import Sessions
+from worker.switches import switches
 from worker.tracing import SequenceSpans
 from worker.weights import Model, load_model
 
@@ -200,6 +202,7 @@ def _info(config: WorkerConfig, device: str, model: Model) -> types_pb2.WorkerIn
         geometry_digest=model.geometry.digest(),
         deterministic=config.deterministic,
         max_running=config.max_running,
+        switches=switches(config, model.geometry, arch_of(torch_device(config.device)) if config.on_gpu else ""),
         features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse", "resume"],
     )
 

@@ -1,0 +1,67 @@
+"""What a worker was asked for when it started, beside what came of it: `tailpack features` shows both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kernels.widths import MEASURED
+from kvstore.geometry import CacheGeometry, LayerGroup
+from protos import types_pb2
+from worker.config import WorkerConfig
+
+
+def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[types_pb2.Switch]:
+    """Args:
+    geometry: as the model was loaded with.
+    arch: of the GPU, "sm_90a"; empty on a CPU.
+    """
+    packed = [group for group in geometry.groups if group.mode != "dense"]
+    asked = f"{config.kv_mode} {config.preset}".strip()
+    modes = "; ".join(f"{group.name}: {_mode(group)}" for group in geometry.groups)
+    first, last = config.dense_layers
+    return [
+        types_pb2.Switch(
+            name="kv-mode",
+            configured=asked,
+            engaged=modes if packed or config.kv_mode == "dense" else "",
+            evidence=", ".join(_records(packed, arch)),
+        ),
+        types_pb2.Switch(
+            name="attention",
+            configured=config.device,
+            engaged=f"CUDA kernels for {arch}" if arch else "PyTorch on the CPU",
+            evidence=", ".join(_records(packed, arch)),
+        ),
+        _switch("dense-layers", f"first {first}, last {last}", bool(first or last) and bool(packed)),
+        _switch("deterministic", _on(config.deterministic), config.deterministic),
+        types_pb2.Switch(
+            name="prefix-reuse",
+            configured="only where a request asks" if config.deterministic else "any",
+            engaged=f"{config.num_checkpoints} checkpoints" if geometry.tail_bytes else "at page boundaries",
+        ),
+        types_pb2.Switch(name="admission", configured=config.admission, engaged=config.admission),
+    ]
+
+
+def _records(groups: Iterable[LayerGroup], arch: str) -> list[str]:
+    """The hardware runs on record of the packed groups' kernels on this arch; none where one group has none."""
+    found: set[str] = set()
+    for group in groups:
+        for width in {region.dim for region in group.regions}:
+            runs = [r.record for r in MEASURED if (r.arch, r.width, r.preset) == (arch, width, group.preset)]
+            if not runs:
+                return []
+            found.update(runs)
+    return sorted(found)
+
+
+def _switch(name: str, configured: str, engaged: bool) -> types_pb2.Switch:
+    return types_pb2.Switch(name=name, configured=configured, engaged=configured if engaged else "")
+
+
+def _mode(group: LayerGroup) -> str:
+    return f"{group.mode} {group.preset}".strip()
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
