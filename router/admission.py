@@ -25,8 +25,18 @@ def sequence_id(tenant: str, request_id: str) -> str:
     """What workers know a request by. All routers agree on it, so that any of them can cancel it.
 
     A request id is its tenant's own: another's use of the same one must neither collide with it nor tell that it runs.
+
+    Raises:
+        InvalidRequest: BAD_REQUEST_ID: it could be taken for another tenant's.
     """
-    return f"{tenant}/{request_id}" if tenant else request_id  # neither holds a "/"
+    if "/" in request_id:  # of one that came in a message; in metadata it was refused before
+        raise InvalidRequest(
+            "request_id is malformed",
+            reason="BAD_REQUEST_ID",
+            given=repr(request_id[:64]),
+            allowed="1 to 128 of A-Z a-z 0-9 . _ : -",
+        )
+    return f"{tenant}/{request_id}" if tenant else request_id
 
 
 def _no_deadline() -> float | None:

@@ -22,6 +22,7 @@ if __name__ == "__main__":  # run as a file: the root of the checkout is not on 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from protos import errors, rpc, types_pb2, worker_pb2, worker_pb2_grpc
+from protos.tls import ServerTls
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
@@ -69,6 +70,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     num_sessions: int = 0
     outboxes: set[asyncio.Queue[worker_pb2.WorkerMessage]] = field(default_factory=set)
     address: str = ""
+    tls: ServerTls | None = None
     refuse_new: errors.TailpackError | None = None
     load: types_pb2.WorkerLoad = field(
         default_factory=lambda: types_pb2.WorkerLoad(pages_free=10_000, pages_total=10_000)
@@ -76,7 +78,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     _server: rpc.RpcServer | None = None
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
-        self._server = rpc.RpcServer("fake-worker")
+        self._server = rpc.RpcServer("fake-worker", tls=self.tls)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self, SERVICE_NAME)
         self.address = await self._server.start(address)
         return self.address

@@ -8,17 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from protos import router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2
+from protos.tls import ClientTls, ServerTls
 from router.admission import DEFAULT_MAX_REQUEST_BYTES
+from router.auth import Authenticator
 from router.client import AsyncTailpack, RetryPolicy
 from router.requests import Requests
 from router.service import SERVICE_NAME, RouterService
+from router.tenants import NO_LIMITS
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 
@@ -69,28 +73,45 @@ async def cluster(
     addresses: list[str] | None = None,
     max_in_flight: int = 4096,
     max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
+    tokens: Authenticator | None = None,
+    tls: ServerTls | None = None,
+    worker_tls: tuple[ServerTls, ClientTls] | None = None,
+    client: Mapping[str, Any] = MappingProxyType({}),
     wait: bool = True,
 ) -> AsyncIterator[Harness]:
-    """Router and workers; all end with the block. addresses: further workers, started by the test."""
+    """Router and workers; all end with the block.
+
+    Args:
+        addresses: further workers, started by the test.
+        worker_tls: of the workers' doors, and of the router that calls there.
+        client: what the harness's client is made with besides.
+    """
     scripted = (lambda submit: script) if isinstance(script, Script) else script
     tokenizer = Tokenizer(folder)
     if infos is None:
         infos = [_info(tokenizer) for _ in range(num_workers)]
     workers = [FakeWorker(scripted, info) for info in infos]
+    to_workers = None
+    if worker_tls is not None:
+        of_workers, to_workers = worker_tls
+        for worker in workers:
+            worker.tls = of_workers
     started = [await worker.start() for worker in workers]
     requests = Requests(
         tokenizer,
         [*started, *(addresses or [])],
         max_in_flight=max_in_flight,
         max_request_bytes=max_request_bytes,
+        worker_tls=to_workers,
+        limits_of=tokens.limits_of if tokens else lambda tenant: NO_LIMITS,
     )
-    server = rpc.RpcServer("router")
+    server = rpc.RpcServer("router", tls=tls, tenant_of=tokens.tenant_of if tokens else None)
     server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
     address = await server.start("127.0.0.1:0")
     requests.start()
     try:
-        async with AsyncTailpack(address, retry=ONCE) as client:
-            harness = Harness(requests, workers, address, client, tokenizer)
+        async with AsyncTailpack(address, **{"retry": ONCE, **client}) as caller:
+            harness = Harness(requests, workers, address, caller, tokenizer)
             if wait:
                 expected = len(started) + len(addresses or [])
                 await until(lambda: len(requests.registry.ready()) == expected)
