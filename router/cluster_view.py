@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos import kvstore_pb2, router_pb2, types_pb2
 
 MAX_POINTS = 512
+WINDOW = 10
+"""Looks that the latencies of a live view are of: between two of them few requests begin."""
 
 
 @dataclass(frozen=True)
@@ -91,24 +93,27 @@ class View:
 
 @dataclass
 class History:
-    """Looks, and the points of the curves: one for each look but the first."""
+    """The newest looks, and the points of the curves: one for each look but the first."""
 
     tokens_per_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
     itl_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
-    _last: Look | None = None
+    _looks: deque[Look] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, look: Look) -> View:
-        """Takes a look; says what it shows beside the one before. Of the first one all rates are since the start."""
-        before, self._last = self._last, look
-        if before is not None and before.stats.router_id != look.stats.router_id:
-            before = None  # another router process answers now
+        """Takes a look. Rates are since the one before, latencies of the last WINDOW; of the first, since the start."""
+        if self._looks and self._looks[-1].stats.router_id != look.stats.router_id:
+            self._looks.clear()  # another router process answers now
+        before, oldest = (self._looks[-1], self._looks[0]) if self._looks else (None, None)
+        self._looks.append(look)
         shown = view(look, before)
-        if before is not None:
-            self.tokens_per_s.append(shown.tokens_per_s)
-            self.ttft_s.append(shown.ttft.p50 or 0.0)
-            self.itl_s.append(shown.itl.p50 or 0.0)
-        return shown
+        if before is None or oldest is None:
+            return shown
+        self.tokens_per_s.append(shown.tokens_per_s)
+        self.ttft_s.append(shown.ttft.p50 or 0.0)
+        self.itl_s.append(shown.itl.p50 or 0.0)
+        ttft, itl = _quantiles(look.stats.ttft, oldest.stats.ttft), _quantiles(look.stats.itl, oldest.stats.itl)
+        return replace(shown, ttft=ttft, itl=itl)
 
 
 def view(look: Look, before: Look | None = None) -> View:
@@ -175,7 +180,7 @@ def _quantiles(now: router_pb2.Histogram, past: router_pb2.Histogram) -> Quantil
 def _past_load(
     worker: router_pb2.WorkerStatus, past: router_pb2.WorkerStatus | None, before: Look | None
 ) -> types_pb2.WorkerLoad:
-    """What to subtract. A process that is new since the look before has no rates yet: its counts are of another time."""
+    """What to subtract. A process that is new since the look before has no rates yet: it counted for another time."""
     if past is not None:
         return past.load
     return types_pb2.WorkerLoad() if before is None else worker.load

@@ -84,7 +84,7 @@ def gathered(told: Iterable[tuple[str, Sequence[types_pb2.Switch]]]) -> list[Fea
 def _table(found: Sequence[Feature]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("feature", "of", "asked for", "state", "what runs", "evidence"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name in ("feature", "of"))
     style = {"engaged": "green", "off": "dim", "not engaged": "bold red"}
     for feature in found:
         table.add_row(
@@ -93,6 +93,6 @@ def _table(found: Sequence[Feature]) -> Table:
             feature.configured or "-",
             Text(feature.state, style=style[feature.state]),
             feature.engaged or "-",
-            feature.evidence or "none",
+            feature.evidence or ("-" if feature.state == "off" else "none"),
         )
     return table

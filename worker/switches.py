@@ -32,7 +32,7 @@ def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[t
             engaged=f"CUDA kernels for {arch}" if arch else "PyTorch on the CPU",
             evidence=", ".join(_records(packed, arch)),
         ),
-        _switch("dense-layers", f"first {first}, last {last}", bool(first or last) and bool(packed)),
+        _switch("dense-layers", f"first {first}, last {last}" if first or last else "off", bool(packed)),
         _switch("deterministic", _on(config.deterministic), config.deterministic),
         types_pb2.Switch(
             name="prefix-reuse",
@@ -56,7 +56,9 @@ def _records(groups: Iterable[LayerGroup], arch: str) -> list[str]:
 
 
 def _switch(name: str, configured: str, engaged: bool) -> types_pb2.Switch:
-    return types_pb2.Switch(name=name, configured=configured, engaged=configured if engaged else "")
+    return types_pb2.Switch(
+        name=name, configured=configured, engaged=configured if engaged and configured != "off" else ""
+    )
 
 
 def _mode(group: LayerGroup) -> str:
