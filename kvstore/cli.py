@@ -16,6 +16,7 @@ from kvstore.server import SOCKET_NAME, serve
 from protos import kvstore_pb2, logs, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.metrics import OFF
+from protos.tls_options import server_tls, server_tls_options
 
 
 @click.group("kvstore")
@@ -36,9 +37,18 @@ def kvstore_group() -> None:
 @advanced_option(
     "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="Where Prometheus finds /metrics, or none."
 )
+@server_tls_options
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log; default: text at a terminal, else JSON.")
-def serve_command(socket_dir: Path, memory_limit: int | None, metrics: str, log_json: bool | None) -> None:
-    """Run a store until SIGTERM or Ctrl-C.
+def serve_command(
+    socket_dir: Path,
+    memory_limit: int | None,
+    metrics: str,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    log_json: bool | None,
+) -> None:
+    """Run a store until SIGTERM or Ctrl-C. TLS is of its metrics: all else is on unix sockets of its user.
 
     Prints one JSON line on stdout when it is ready.
     """
@@ -47,7 +57,8 @@ def serve_command(socket_dir: Path, memory_limit: int | None, metrics: str, log_
     def ready(address: str, metrics_url: str | None) -> None:
         print(json.dumps({"ready": True, "socket": address, "metrics": metrics_url}), flush=True)
 
-    rpc.run(serve(socket_dir, memory_limit=memory_limit, on_ready=ready, metrics=metrics))
+    tls = server_tls(tls_cert, tls_key, tls_client_ca)
+    rpc.run(serve(socket_dir, memory_limit=memory_limit, on_ready=ready, metrics=metrics, metrics_tls=tls))
 
 
 @kvstore_group.command("stats", cls=HelpAllCommand)

@@ -22,6 +22,7 @@ from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos.errors import ConfigError, InternalError
 from protos.metrics import OFF, serving_metrics
 from protos.rpc import RpcServer
+from protos.tls import ServerCertificate, ServerTls
 
 log = structlog.get_logger("kvstore")
 
@@ -33,7 +34,12 @@ MOST_DESCRIPTORS = 1 << 16  # a GPU's memory is a descriptor a GiB; the customar
 
 
 async def serve(
-    socket_dir: Path, *, memory_limit: int | None, on_ready: Callable[[str, str | None], None], metrics: str = OFF
+    socket_dir: Path,
+    *,
+    memory_limit: int | None,
+    on_ready: Callable[[str, str | None], None],
+    metrics: str = OFF,
+    metrics_tls: ServerTls | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT; then tells the workers, stops, and removes its sockets.
 
@@ -42,9 +48,10 @@ async def serve(
         memory_limit: bytes for all devices together, or None.
         on_ready: called once calls are answered, with the address and, if there is one, the URL of the metrics.
         metrics: host:port of the page for Prometheus, or OFF.
+        metrics_tls: of that page; None: plain text. The sockets need none: the folder is its user's alone.
 
     Raises:
-        ConfigError: SOCKET_IN_USE, SOCKET_PATH_TOO_LONG, or the folder cannot be used; PORT_IN_USE, BAD_ADDRESS.
+        ConfigError: SOCKET_IN_USE, SOCKET_PATH_TOO_LONG, or the folder cannot be used; PORT_IN_USE, BAD_ADDRESS; TLS_*.
         InternalError: an invariant broke.
     """
     socket_dir = socket_dir.absolute()
@@ -60,7 +67,8 @@ async def serve(
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, _resolve, stop, signal.Signals(signum).name)
         numbers = KvStoreMetrics(asyncio.get_running_loop(), service)
-        async with serving_metrics("kvstore", metrics, numbers) as url:
+        context = ServerCertificate(metrics_tls, "kvstore").ssl_context() if metrics_tls else None
+        async with serving_metrics("kvstore", metrics, numbers, tls=context) as url:
             await fd_server.start()
             try:
                 address = await server.start(f"unix:{socket_dir / SOCKET_NAME}")

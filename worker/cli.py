@@ -18,6 +18,7 @@ from kvstore.geometry import COMPILED_MODES, ITEM_BYTES
 from protos import logs, rpc, tracing
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.metrics import OFF
+from protos.tls_options import server_tls, server_tls_options
 from worker.config import ADMISSIONS, DEFAULT_PRESET, default_dtype
 
 # Choices as the help shows them; WorkerConfig refuses any other.
@@ -209,6 +210,7 @@ def worker_group() -> None:
 @advanced_option(
     "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="Where Prometheus finds /metrics, or none."
 )
+@server_tls_options
 @advanced_option("--otlp-endpoint", metavar="URL", help="Collector that traces go to.  [default: OTEL_* variables]")
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log; default: text at a terminal, else JSON.")
 def serve(
@@ -216,6 +218,9 @@ def serve(
     listen: str,
     drain_s: float,
     metrics: str,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
     otlp_endpoint: str | None,
     log_json: bool | None,
     name: str | None,
@@ -230,6 +235,7 @@ def serve(
     from worker.config import WorkerConfig
 
     logs.configure("worker", log_json)
+    tls = server_tls(tls_cert, tls_key, tls_client_ca)
     traces = tracing.configure("worker", tracing.endpoint_of(otlp_endpoint))
     folder, default_name = resolve_model(model)
     settings["dtype"] = settings["dtype"] or default_dtype(settings["device"])
@@ -239,7 +245,16 @@ def serve(
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await shell.serve(config, listen, stop, on_ready=_print_ready, drain_s=drain_s, metrics=metrics, tracing=traces)
+        await shell.serve(
+            config,
+            listen,
+            stop,
+            on_ready=_print_ready,
+            drain_s=drain_s,
+            metrics=metrics,
+            tls=tls,
+            tracing=traces,
+        )
 
     try:
         rpc.run(main())

@@ -29,6 +29,7 @@ from protos import kvstore_pb2, rpc, types_pb2, worker_pb2_grpc
 from protos.errors import InternalError, KvStoreLost, PreconditionFailed, TailpackError
 from protos.metrics import OFF, serving_metrics
 from protos.page_hash import PAGE_TOKENS
+from protos.tls import ServerTls
 from protos.tracing import Tracing
 from worker.config import WorkerConfig
 from worker.device_memory import DeviceMemory
@@ -67,6 +68,7 @@ async def serve(
     on_ready: Callable[[Running], None],
     drain_s: float = 30.0,
     metrics: str = OFF,
+    tls: ServerTls | None = None,
     tracing: Tracing | None = None,
 ) -> None:
     """Runs a worker until ``stop`` is set, then drains it: running sequences have ``drain_s`` seconds to end.
@@ -75,6 +77,7 @@ async def serve(
         listen: ``host:port``; port 0 takes a free one.
         on_ready: called once, when requests are taken.
         metrics: host:port of the page for Prometheus, or OFF.
+        tls: of both; None: plain text.
         tracing: where spans go; None: nowhere.
 
     Raises:
@@ -87,6 +90,7 @@ async def serve(
     rpc.check_free(listen)  # before minutes of loading weights, not after
     if metrics != OFF:
         rpc.check_free(metrics)
+    server = rpc.RpcServer("worker", tls=tls)  # and TLS's files neither
     loop = asyncio.get_running_loop()
     broken: asyncio.Future[TailpackError] = loop.create_future()
 
@@ -115,12 +119,13 @@ async def serve(
         info = _info(config, device, model)
         memory = partial(worker_memory, config, model, device)
         service = WorkerService(engine, sessions, info, memory, partial(_kv, config, device))
-        server = rpc.RpcServer("worker")
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, SERVICE)
         engine.start()
         expiry = asyncio.create_task(sessions.expire_forever(), name="grace times")
         try:
-            async with serving_metrics("worker", metrics, WorkerCollector(engine, observer, info, memory)) as url:
+            collector = WorkerCollector(engine, observer, info, memory)
+            metrics_tls = server.certificate.ssl_context() if server.certificate else None
+            async with serving_metrics("worker", metrics, collector, tls=metrics_tls) as url:
                 address = await server.start(listen)
                 await server.set_ready(True)
                 log.info(
