@@ -74,10 +74,10 @@ class Admitted:
     """``slot`` is the sequence's id until it is released.
 
     ``num_cached`` tokens need no computing: their rows are in ``pages`` (per group, in token order, shared and read
-    only; -1 where a page behind the model's window is not held) and, from ``bases`` on, in the tail once
-    ``tail_copies`` and then ``refills`` are done. ``prefix_exact`` is False when some of those rows are not what the
-    sequence would have computed by itself. ``tail_slots`` names the groups that have a tail. ``junction``: a length at
-    which a checkpoint would serve others, as this boundary was met before; 0: none.
+    only but for an open one behind ``bases``; -1 where a page behind the model's window is not held) and in the tail,
+    once ``copies``, ``tail_copies`` and then ``refills`` are done. ``prefix_exact`` is False when some of those rows
+    are not what the sequence would have computed by itself. ``tail_slots`` names the groups that have a tail.
+    ``junction``: a length at which a checkpoint would serve others, as this boundary was met before; 0: none.
     """
 
     slot: int
@@ -89,6 +89,7 @@ class Admitted:
     refills: list[Refill] = field(default_factory=list)
     tail_copies: list[TailCopy] = field(default_factory=list)
     junction: int = 0
+    copies: list[PageCopy] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,14 @@ class Truncated:
     refills: list[Refill]
     exact: bool
     bases: Mapping[str, int]
+    tail_copies: list[TailCopy] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """Copies to make for a checkpoint: rows of open pages, and tails. None: no checkpoint is taken."""
+
+    copies: list[PageCopy] = field(default_factory=list)
     tail_copies: list[TailCopy] = field(default_factory=list)
 
 

@@ -11,6 +11,7 @@ the memory and its contents alive, and it needs no GPU library to do so.
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import time
@@ -20,8 +21,9 @@ from types import TracebackType
 
 import structlog
 
-from kvstore.geometry import CacheGeometry
+from kvstore.geometry import CacheGeometry, LayerGroup
 from kvstore.memory_limit import check_memory
+from kvstore.retention import most_end_pages
 from protos.errors import CapacityError, ConfigError, PreconditionFailed
 from protos.page_hash import PAGE_TOKENS
 
@@ -34,28 +36,61 @@ MAX_CHUNKS = 252  # of one device: with the control block, what one message carr
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def pages_per_group(geometry: CacheGeometry, arena_bytes: int, num_tail_slots: int = 0) -> dict[str, int]:
-    """How many pages each group gets out of ``arena_bytes``, once ``num_tail_slots`` tail slots a group are set aside.
+def pages_per_group(
+    geometry: CacheGeometry, arena_bytes: int, num_tail_slots: int = 0, num_checkpoint_slots: int = 0
+) -> dict[str, int]:
+    """How many pages each group gets for sequences out of ``arena_bytes``, once ``num_tail_slots`` tail slots a group
+    and the pages of ``num_checkpoint_slots`` checkpoints (``CacheGeometry.keeps_open_pages``) are set aside.
 
-    A dense sequence needs as many pages in every group and a packed one hardly fewer, so every group gets
-    (arena_bytes - tails) // (sum of page bytes); a group in mode window has none.
+    A dense sequence needs as many pages in every group and a packed one hardly fewer, so every group gets the same
+    number; a group in mode window has none, and one that keeps every n-th page an n-th, and those of the prompt ends.
 
     Raises:
         ConfigError: ARENA_TOO_SMALL, there is no room for the tails and one page of each group.
     """
-    one_of_each = sum(group.page_bytes for group in geometry.groups)
-    tails = num_tail_slots * geometry.tail_bytes
-    if arena_bytes < tails + one_of_each:
+    aside = _bytes_aside(geometry, num_tail_slots, num_checkpoint_slots)
+    one_of_each = sum(group.page_bytes for group in geometry.groups if group.keep_every == 1)
+    if arena_bytes < aside + one_of_each:
         raise ConfigError(
             "the arenas have no room for the tails and one page of each layer group",
             reason="ARENA_TOO_SMALL",
             given=f"{arena_bytes} bytes",
-            allowed=f"at least {tails + one_of_each} bytes ({num_tail_slots} tails of {geometry.tail_bytes} bytes, "
+            allowed=f"at least {aside + one_of_each} bytes ({num_tail_slots} tails of {geometry.tail_bytes} bytes, "
+            f"{aside - num_tail_slots * geometry.tail_bytes} bytes of pages beside them, "
             f"{PAGE_TOKENS} tokens of {one_of_each} bytes)",
             hint="raise the arena size, or lower max_sequences or checkpoint_slots",
         )
-    count = (arena_bytes - tails) // one_of_each if one_of_each else 0
-    return {group.name: count if group.has_pages else 0 for group in geometry.groups}
+    bytes_of_pages, pages = _share(geometry)
+    count = (arena_bytes - aside) * pages // bytes_of_pages if bytes_of_pages else 0
+    return {
+        g.name: count // g.keep_every + _end_pages(g, num_tail_slots) if g.has_pages else 0 for g in geometry.groups
+    }
+
+
+def bytes_for_pages(
+    geometry: CacheGeometry, num_pages: int, num_tail_slots: int = 0, num_checkpoint_slots: int = 0
+) -> int:
+    """The least bytes of which ``pages_per_group`` gives each group that keeps all its pages ``num_pages``."""
+    bytes_of_pages, pages = _share(geometry)
+    return _bytes_aside(geometry, num_tail_slots, num_checkpoint_slots) + -(-num_pages * bytes_of_pages // pages)
+
+
+def _bytes_aside(geometry: CacheGeometry, num_tail_slots: int, num_checkpoint_slots: int) -> int:
+    """Tails, open pages of checkpoints, and pages of prompt ends."""
+    kept = num_checkpoint_slots * sum(g.page_bytes for g in geometry.groups if geometry.keeps_open_pages(g))
+    ends = sum(_end_pages(group, num_tail_slots) * group.page_bytes for group in geometry.groups)
+    return num_tail_slots * geometry.tail_bytes + kept + ends
+
+
+def _end_pages(group: LayerGroup, num_sequences: int) -> int:
+    """Pages beside the n-th ones, and one for what an n-th of the others' number leaves over."""
+    return most_end_pages(group.window) * num_sequences + 1 if group.keep_every > 1 else 0
+
+
+def _share(geometry: CacheGeometry) -> tuple[int, int]:
+    """(bytes, pages): what so many pages of a long sequence take, all groups, as whole numbers."""
+    pages = math.lcm(*(group.keep_every for group in geometry.groups))
+    return sum(group.page_bytes * (pages // group.keep_every) for group in geometry.groups), pages
 
 
 @dataclass(frozen=True)
@@ -72,9 +107,17 @@ class ArenaPlan:
         return self.num_pages * self.page_bytes
 
 
-def planned_arenas(geometry: CacheGeometry, arena_bytes: int, num_tail_slots: int = 0) -> list[ArenaPlan]:
-    """The arenas of all groups, pages first. Raises ConfigError (ARENA_TOO_SMALL)."""
-    counts = pages_per_group(geometry, arena_bytes, num_tail_slots)
+def planned_arenas(
+    geometry: CacheGeometry, arena_bytes: int, num_tail_slots: int = 0, num_checkpoint_slots: int = 0
+) -> list[ArenaPlan]:
+    """The arenas of all groups, pages first; pages for checkpoints stand behind those for sequences.
+
+    Raises ConfigError (ARENA_TOO_SMALL).
+    """
+    counts = pages_per_group(geometry, arena_bytes, num_tail_slots, num_checkpoint_slots)
+    for group in geometry.groups:
+        if geometry.keeps_open_pages(group):
+            counts[group.name] += num_checkpoint_slots
     pages = [ArenaPlan("arena", g.name, counts[g.name], g.page_bytes) for g in geometry.groups if counts[g.name]]
     tails = [
         ArenaPlan("tails", g.name, num_tail_slots, geometry.tail_slot_bytes(g))
@@ -220,14 +263,21 @@ class Arenas:
             arena.memory.close()
 
 
-def allocate_arenas(geometry: CacheGeometry, arena_bytes: int, *, device: str, num_tail_slots: int = 0) -> Arenas:
+def allocate_arenas(
+    geometry: CacheGeometry,
+    arena_bytes: int,
+    *,
+    device: str,
+    num_tail_slots: int = 0,
+    num_checkpoint_slots: int = 0,
+) -> Arenas:
     """Arenas of all groups, prefaulted; all or none. Takes seconds for some GiB: keep it off the event loop.
 
     Raises:
         ConfigError: ARENA_TOO_SMALL. CapacityError: NOT_ENOUGH_MEMORY, before anything is allocated where that can be
         known.
     """
-    plans = planned_arenas(geometry, arena_bytes, num_tail_slots)
+    plans = planned_arenas(geometry, arena_bytes, num_tail_slots, num_checkpoint_slots)
     made = Arenas({}, {})
     total = sum(plan.num_bytes for plan in plans)
     check_memory(total, what=f"the arenas of {device}")

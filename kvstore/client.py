@@ -26,6 +26,7 @@ import grpc
 from kvstore import messages
 from kvstore.answers import (
     Admitted,
+    Checkpointed,
     Forked,
     NewPage,
     PageCopy,
@@ -59,6 +60,7 @@ __all__ = [
     "Admitted",
     "Arena",
     "Attachment",
+    "Checkpointed",
     "ControlBlock",
     "DeviceMemory",
     "Forked",
@@ -361,8 +363,9 @@ class Attachment:
         )
         return messages.fork_from(self._session.call(self._session.stub.Fork, request))
 
-    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> list[TailCopy]:
-        """Keeps the sequence's tails as they are now, so that its first ``num_tokens`` tokens can be resumed exactly.
+    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> Checkpointed:
+        """Keeps the sequence's tails and open pages as they are now, so that its first ``num_tokens`` tokens can be
+        resumed exactly.
 
         Args:
             num_tokens: the committed length; or less, while the tails still hold that window.
@@ -376,7 +379,7 @@ class Attachment:
             InvalidRequest: UNKNOWN_CHECKPOINT_KIND. PreconditionFailed: CHECKPOINT_NOT_DENSE.
         """
         request = kvstore_pb2.CheckpointRequest(epoch=self.epoch, slot=slot, num_tokens=num_tokens, kind=kind)
-        return messages.tail_copies_from(self._session.call(self._session.stub.Checkpoint, request).copies)
+        return messages.checkpoint_from(self._session.call(self._session.stub.Checkpoint, request))
 
     def release(self, slots: Sequence[int]) -> int:
         """Ends sequences; pages with a hash stay cached for others. Returns the pages let go.

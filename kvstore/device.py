@@ -10,7 +10,7 @@ from functools import partial
 import structlog
 
 from kvstore import messages
-from kvstore.answers import Admitted, Forked, NewPage, Refused, SealResult, TailCopy, Truncated
+from kvstore.answers import Admitted, Checkpointed, Forked, NewPage, Refused, SealResult, Truncated
 from kvstore.arena import (
     ArenaPlan,
     Arenas,
@@ -28,7 +28,8 @@ from kvstore.events import EventLog
 from kvstore.geometry import CacheGeometry
 from kvstore.memory_limit import check_memory
 from kvstore.pages import PageState
-from kvstore.sequences import SealedPage, SequenceTable
+from kvstore.sequence_pages import SealedPage
+from kvstore.sequences import SequenceTable
 from kvstore.verify import Verifier
 from protos import kvstore_pb2
 from protos.errors import ConfigError, PreconditionFailed
@@ -103,8 +104,11 @@ class DeviceSpec:
 
     @property
     def num_pages(self) -> dict[str, int]:
-        """Pages of each group. Raises ConfigError when the arenas have no room for tails and a page of each group."""
-        return pages_per_group(self.geometry, self.arena_bytes, self.num_tail_slots)
+        """Pages of each group, for sequences.
+
+        Raises ConfigError when the arenas have no room for tails and a page of each group.
+        """
+        return pages_per_group(self.geometry, self.arena_bytes, self.num_tail_slots, self.checkpoint_slots)
 
     @property
     def control_shape(self) -> ControlShape:
@@ -119,7 +123,7 @@ class DeviceSpec:
 
         Raises ConfigError when the arenas have no room for tails and a page of each group.
         """
-        arenas = planned_arenas(self.geometry, self.arena_bytes, self.num_tail_slots)
+        arenas = planned_arenas(self.geometry, self.arena_bytes, self.num_tail_slots, self.checkpoint_slots)
         if not self.on_gpu:
             return arenas, [()] * len(arenas)
         return arenas, chunk_sizes(arenas, self.memory_granularity)
@@ -195,7 +199,11 @@ class Device:
             return Device(spec, device_arenas(*spec.plan(), fds), control_memory)
         try:
             arenas = allocate_arenas(
-                spec.geometry, spec.arena_bytes, device=spec.device, num_tail_slots=spec.num_tail_slots
+                spec.geometry,
+                spec.arena_bytes,
+                device=spec.device,
+                num_tail_slots=spec.num_tail_slots,
+                num_checkpoint_slots=spec.checkpoint_slots,
             )
         except BaseException:
             control_memory.close()
@@ -322,7 +330,7 @@ class Device:
             self._mirror_sequence(result.slot)
         return result
 
-    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> list[TailCopy]:
+    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> Checkpointed:
         """Raises what SequenceTable.checkpoint raises, and PreconditionFailed (NOT_COMMITTED)."""
         self.table.sequence(slot)
         if num_tokens > self.control.committed(slot):

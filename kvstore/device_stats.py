@@ -19,8 +19,11 @@ def device_stats(table: SequenceTable, arenas: Arenas) -> kvstore_pb2.DeviceStat
             preset=group.preset,
             window=group.effective_window,
             page_bytes=group.page_bytes,
-            bytes_per_token=group.page_bytes / PAGE_TOKENS,
+            bytes_per_token=group.page_bytes / group.keep_every / PAGE_TOKENS,
             tail_slot_bytes=geometry.tail_slot_bytes(group),
+            retention=group.retention,
+            pending_ring_bytes=geometry.pending_ring_bytes(group),
+            checkpoint_pages=table.checkpoints.budget if geometry.keeps_open_pages(group) else 0,
         )
         if (pages := table.groups.get(group.name)) is not None:
             message.pages_total, message.pages_free = pages.num_pages, pages.num_free
@@ -31,6 +34,7 @@ def device_stats(table: SequenceTable, arenas: Arenas) -> kvstore_pb2.DeviceStat
             message.pages_relinked_ever = ever["pages_relinked", group.name]
             message.pages_split_ever = ever["pages_split", group.name]
             message.pages_freed_behind_window_ever = ever["pages_freed_behind_window", group.name]
+            message.pages_left_out_ever = ever["pages_left_out", group.name]
             message.pages_reused_ever = ever["pages_reused", group.name]
         if (tails := arenas.tails.get(group.name)) is not None:
             message.tail_slots_total = tails.num_pages

@@ -31,13 +31,14 @@ from protos import kvstore_pb2
 from protos.errors import ConfigError, PreconditionFailed
 from protos.page_hash import PAGE_TOKENS
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 DEFAULT_MARGIN = 16
 DEFAULT_DENSE_WINDOW = 128
 MAX_DENSE_MODEL_WINDOW = (
     256  # a model window of at most this stays dense; of a larger one, the newest dense_window tokens
 )
 DEFAULT_MAX_STEP_TOKENS = 9  # a verify step of 8 drafted tokens
+PENDING_RING_ROWS = 8  # rings of pending rows are multiples of it
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 COMPILED_MODES = ("dense", "turboquant", "fp8", "window")
 PACKED_MODES = ("turboquant", "fp8")
@@ -51,8 +52,8 @@ _NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_BYTES}}}\Z")  # no spaces or 
 class Region:
     """One kind of row in one layer: ``heads`` vectors of ``dim`` values for every ``ratio`` tokens.
 
-    ``tail_only`` marks rows that wait for their partial group (a compressor's): one a token, kept in the tail's ring,
-    never in a page.
+    ``block`` above 0 marks pending rows (a compressor's), which wait for the rest of their block of so many tokens: one
+    a token, kept in a ring of the tail, never in a page. What completes a block reads ``carry`` tokens before it, too.
     """
 
     layer: int
@@ -61,7 +62,8 @@ class Region:
     dim: int
     dtype: str
     ratio: int = 1
-    tail_only: bool = False
+    block: int = 0
+    carry: int = 0
 
     def __post_init__(self) -> None:
         where = f"region {self.kind!r} of layer {self.layer}"
@@ -74,10 +76,34 @@ class Region:
             raise ConfigError(f"{where} does not fill a page", given=self.ratio, allowed=f"divisors of {PAGE_TOKENS}")
         if self.tail_only and self.ratio != 1:
             raise ConfigError(f"{where} is tail_only and so has a row a token", given=self.ratio, allowed="ratio 1")
+        if self.block < 0 or (self.block and PAGE_TOKENS % self.block):
+            raise ConfigError(
+                f"{where} waits for blocks that do not fill a page",
+                given=self.block,
+                allowed=f"divisors of {PAGE_TOKENS}, or 0: it does not wait",
+            )
+        if self.carry < 0 or (self.carry and not self.tail_only):
+            raise ConfigError(f"{where} carries rows and waits for no block", given=self.carry, allowed="0")
+
+    @property
+    def tail_only(self) -> bool:
+        """Whether these are pending rows."""
+        return self.block > 0
 
     @property
     def rows_per_page(self) -> int:
         return PAGE_TOKENS // self.ratio
+
+    def first_pending(self, num_tokens: int) -> int:
+        """First token whose pending row a sequence of ``num_tokens`` may read again; ``num_tokens``: it reads none."""
+        if not self.tail_only or not num_tokens:
+            return num_tokens
+        return max(0, num_tokens // self.block * self.block - self.carry)
+
+    @property
+    def pending_reach(self) -> int:
+        """The most tokens before a length whose pending rows that length needs: 7 of V4's CSA, 127 of its HCA."""
+        return self.block - 1 + self.carry if self.tail_only else 0
 
     @property
     def row_bytes(self) -> int:
@@ -113,6 +139,8 @@ class LayerGroup:
         window: the model's attention window in tokens, the query's own included; 0 means that it attends to everything.
         dense_window: tokens that stay dense where the model has no window, or one above 256.
         page_layout_version: order of packed rows inside pages, of ``kernels.page_layout``: 1 rows, 2 fragments.
+        keep_every: pages that are kept of rows that no query reads again: every so many-th, and those of prompt ends;
+            1: all of them.
 
     Raises:
         ConfigError: a value is out of range, or mode, preset, window and widths do not go together.
@@ -125,6 +153,7 @@ class LayerGroup:
     window: int = 0
     dense_window: int = DEFAULT_DENSE_WINDOW
     page_layout_version: int = page_layout.ROWS
+    keep_every: int = 1
 
     def __post_init__(self) -> None:
         _check_name(self.name, "layer group name")
@@ -176,6 +205,16 @@ class LayerGroup:
                 allowed="layer groups with a window",
                 hint="use dense, turboquant or fp8 for this group",
             )
+        if self.keep_every < 1:
+            raise ConfigError(f"keep_every of {where} is below 1", given=self.keep_every, allowed="1 or more")
+        if self.keep_every > 1 and not (self.packed and self.window and self.window <= self.effective_window):
+            raise ConfigError(
+                f"{where} cannot leave out pages",
+                reason="PAGES_STILL_READ",
+                given=f"keep_every {self.keep_every}, mode {self.mode}, window {self.window}",
+                allowed=f"packed groups with a model window of 1 to {MAX_DENSE_MODEL_WINDOW}: it is read from the tail",
+                hint="keep all pages (keep_every 1)",
+            )
         if self.packed:
             for region in self.paged_regions:
                 odd = self.codec(region) == "fp8" and region.dim % 2 == 1  # fp8 rows are read in pairs
@@ -208,6 +247,14 @@ class LayerGroup:
     def retained_window(self) -> int:
         """The model's window where pages behind it are freed (it is larger than the dense one); 0: pages are kept."""
         return self.window if self.packed and self.window > self.effective_window else 0
+
+    @property
+    def retention(self) -> str:
+        """What is kept of tokens behind the dense window: "all" of their pages, "checkpoints" (every ``keep_every``-th
+        page and prompt ends) or "none"."""
+        if self.mode == "window":
+            return "none"
+        return "all" if self.keep_every == 1 else "checkpoints"
 
     @property
     def paged_regions(self) -> tuple[Region, ...]:
@@ -334,23 +381,49 @@ class CacheGeometry:
     # --- bytes of a tail slot ---
 
     def tail_tokens(self, group: LayerGroup) -> int:
-        """Tokens of a tail slot's rings, a multiple of 128, so that every ratio divides it; 0 without a tail.
+        """Tokens that the rings of rows which go to pages hold, a multiple of 128, so that every ratio divides it; 0 in
+        mode dense, where such rows have no rings.
 
         window + margin + 128 + the most tokens a decode step adds + two steps' slack, whatever the sequence's length.
         """
-        if not group.has_tail:
+        if group.mode == "dense":
             return 0
         needed = group.effective_window + self.margin + PAGE_TOKENS + 3 * self.max_step_tokens
         return -(-needed // PAGE_TOKENS) * PAGE_TOKENS
 
+    def ring_rows(self, group: LayerGroup, region: Region) -> int:
+        """Rows of a region's ring in a tail slot: row i = t // ratio of token t lies in ring row i % ring_rows.
+
+        A ring of pending rows holds what a length needs (``Region.pending_reach``), after a rollback of ``margin``
+        tokens, with the most tokens a decode step adds and two steps' slack.
+        """
+        if region.tail_only:
+            needed = region.pending_reach + self.margin + 3 * self.max_step_tokens
+            return -(-needed // PENDING_RING_ROWS) * PENDING_RING_ROWS
+        return self.tail_tokens(group) // region.ratio
+
+    def laps(self, group: LayerGroup, base: int, start: int, end: int) -> bool:
+        """Whether rows of tokens [start, end) that are written into the rings go over some that a sequence of ``start``
+        tokens, with its group's ``base``, may still read."""
+        if end - base > self.tail_tokens(group) > 0:
+            return True
+        return any(end - r.first_pending(start) > self.ring_rows(group, r) for r in group.regions if r.tail_only)
+
+    def keeps_open_pages(self, group: LayerGroup) -> bool:
+        """Whether a checkpoint keeps a copy of the group's open page, beside the tails of other groups."""
+        return group.mode == "dense" and any(other.has_tail for other in self.groups)
+
     def tail_planes(self, group: LayerGroup) -> tuple[Plane, ...]:
-        """A ring of ``tail_tokens / ratio`` rows a region: row i = t // ratio of token t lies in ring row i % rows."""
-        tokens = self.tail_tokens(group)
-        return _dense_planes((region, tokens // region.ratio) for region in group.tail_regions)
+        """A ring of ``ring_rows`` rows a region."""
+        return _dense_planes((region, self.ring_rows(group, region)) for region in group.tail_regions)
 
     def tail_slot_bytes(self, group: LayerGroup) -> int:
         """Bytes of one tail slot; 0 without a tail."""
         return _end(self.tail_planes(group)) if group.has_tail else 0
+
+    def pending_ring_bytes(self, group: LayerGroup) -> int:
+        """Bytes of a tail slot that pending rows take, without padding."""
+        return sum(plane.num_bytes for plane in self.tail_planes(group) if plane.region.tail_only)
 
     @property
     def tail_bytes(self) -> int:
@@ -359,13 +432,16 @@ class CacheGeometry:
 
     @property
     def bytes_per_token(self) -> float:
-        """Page bytes per token, all groups."""
-        return sum(group.page_bytes for group in self.groups) / PAGE_TOKENS
+        """Page bytes per token, all groups; of groups that leave pages out, a long sequence's."""
+        return sum(group.page_bytes / group.keep_every for group in self.groups) / PAGE_TOKENS
 
     @property
     def modes(self) -> str:
         """The groups' modes for messages: "full turboquant tq4, full-edges dense"."""
-        return ", ".join(f"{g.name} {g.mode}{' ' + g.preset if g.preset else ''}" for g in self.groups)
+        return ", ".join(
+            f"{g.name} {g.mode}{' ' + g.preset if g.preset else ''}{f' 1/{g.keep_every}' if g.keep_every > 1 else ''}"
+            for g in self.groups
+        )
 
     def digest(self) -> bytes:
         """blake2b-128 of everything that decides a page's bytes; equal in every process and on every machine."""
@@ -380,15 +456,16 @@ class CacheGeometry:
         for group in self.groups:
             lines.append(
                 f"group {group.name} mode {group.mode} preset {group.preset or '-'} window {group.window} "
-                f"dense_window {group.dense_window} page_bytes {group.page_bytes} "
+                f"dense_window {group.dense_window} keep_every {group.keep_every} page_bytes {group.page_bytes} "
                 f"tail {self.tail_tokens(group)} tokens {self.tail_slot_bytes(group)} bytes"
             )
             for where, planes in (("page", group.planes()), ("tail", self.tail_planes(group))):
                 for plane in planes:
                     r = plane.region
+                    pending = f" ring {plane.shape[0]} block {r.block} carry {r.carry}" if r.tail_only else ""
                     lines.append(
                         f"  {where} {r.layer}.{r.kind} {plane.part} ratio {r.ratio} {r.heads}x{r.dim} {r.dtype} "
-                        f"{group.codec(r)} at {plane.offset}"
+                        f"{group.codec(r)} at {plane.offset}{pending}"
                     )
         return "\n".join(lines)
 
@@ -414,6 +491,7 @@ class CacheGeometry:
                     preset=group.preset,
                     window=group.window,
                     dense_window=group.dense_window,
+                    keep_every=group.keep_every,
                     regions=[
                         kvstore_pb2.Region(
                             layer=r.layer,
@@ -422,7 +500,8 @@ class CacheGeometry:
                             heads=r.heads,
                             dim=r.dim,
                             dtype=r.dtype,
-                            tail_only=r.tail_only,
+                            block=r.block,
+                            carry=r.carry,
                         )
                         for r in group.regions
                     ],
@@ -443,8 +522,10 @@ class CacheGeometry:
                     window=group.window,
                     dense_window=group.dense_window,
                     page_layout_version=message.page_layout_version,
+                    keep_every=group.keep_every,
                     regions=tuple(
-                        Region(r.layer, r.kind, r.heads, r.dim, r.dtype, r.ratio, r.tail_only) for r in group.regions
+                        Region(r.layer, r.kind, r.heads, r.dim, r.dtype, r.ratio, r.block, r.carry)
+                        for r in group.regions
                     ),
                 )
                 for group in message.groups
@@ -506,6 +587,30 @@ def apply_mode(
         if edges:
             groups.append(replace(group, name=group.name + EDGES, regions=edges, mode="dense", preset=""))
     return replace(geometry, groups=tuple(groups))
+
+
+def demand_dense_reach(group: LayerGroup, reach: int, reader: str) -> None:
+    """Refuses to start a reader of rows that the group's mode would hand it packed, or not at all.
+
+    V4's raw rows are packed or dropped behind its window because no query reads them there; an ablation that does read
+    them would be another model without a word.
+
+    Args:
+        reach: tokens that a query reads densely, itself included; 0: all of them.
+        reader: what reads, for the message.
+
+    Raises:
+        ConfigError: DENSE_REACH_PAST_WINDOW.
+    """
+    if group.mode == "dense" or 0 < reach <= group.effective_window:
+        return
+    raise ConfigError(
+        f"{reader} reads rows of layer group {group.name!r} that mode {group.mode} does not keep dense",
+        reason="DENSE_REACH_PAST_WINDOW",
+        given=f"{reach or 'all'} tokens",
+        allowed=f"1 to {group.effective_window} tokens in mode {group.mode}",
+        hint="use mode dense for this layer group",
+    )
 
 
 def demand_same_geometry(held: CacheGeometry, asked: CacheGeometry, what: str) -> None:

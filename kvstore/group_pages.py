@@ -7,7 +7,8 @@ Token ranges of a packed group at length n:
            [ shadows ]                      after a deep truncate: pages that hold those rows already
 
 In mode dense there is no tail: ``base`` is the start of the open page, and pages behind it may be handed out ahead. In
-mode window there are no pages: ``base`` is the first token still in the tail.
+mode window there are no pages: ``base`` is the first token still in the tail. Groups that keep every n-th page only
+have NO_PAGE in place of the others, which are never handed out.
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ from dataclasses import dataclass, field
 
 from kvstore.answers import NewPage, Relinked, Split
 from kvstore.geometry import CacheGeometry, LayerGroup
-from kvstore.retention import dense_base, is_dense_again, pages_for, retention_floor, sealed_base
+from kvstore.pending_rings import PendingRings
+from kvstore.retention import (
+    dense_base,
+    end_pages,
+    is_dense_again,
+    is_kept,
+    kept_pages,
+    pages_for,
+    retention_floor,
+    sealed_base,
+)
 from protos.page_hash import PAGE_TOKENS
 
-NO_PAGE = -1  # stands for a page behind the model's window that was let go
-PENDING_REACH = PAGE_TOKENS  # tokens before a length that its partial groups may need again: at most a page's worth
+NO_PAGE = -1  # stands for a page behind the model's window that was let go, or was never kept
 
 
 @dataclass
@@ -43,15 +53,16 @@ class Shadow:
 class GroupPages:
     """One sequence in one group.
 
-    pages[i] holds tokens [128 i, 128 (i + 1)); NO_PAGE before ``first_page``. handed: pages reserved for the next seal,
-    by index. promised: pages set aside in the PageTable. lossy_end: tail rows [base, lossy_end) were dequantised.
-    ring_first: the rings still hold every token from here on (of groups with pending rows, which may need old ones).
+    pages[i] holds tokens [128 i, 128 (i + 1)); NO_PAGE before ``first_page``. worst: pages that may be needed have
+    lower indices. handed: pages reserved for the next seal, by index. promised: pages set aside in the PageTable.
+    lossy_end: tail rows [base, lossy_end) were dequantised. prompt_pages: indices kept besides every keep_every-th.
     """
 
     group: LayerGroup
     margin: int
-    tail_tokens: int
     worst: int
+    rings: PendingRings
+    prompt_pages: range = range(0)
     pages: list[int] = field(default_factory=list)
     base: int = 0
     first_page: int = 0
@@ -59,12 +70,12 @@ class GroupPages:
     handed: dict[int, NewPage] = field(default_factory=dict)
     promised: int = 0
     lossy_end: int = 0
-    ring_first: int = 0
 
     @staticmethod
-    def empty(group: LayerGroup, geometry: CacheGeometry, max_tokens: int) -> GroupPages:
+    def empty(group: LayerGroup, geometry: CacheGeometry, num_prompt_tokens: int, max_tokens: int) -> GroupPages:
         worst = worst_pages(group, geometry.margin, max_tokens)
-        return GroupPages(group, geometry.margin, geometry.tail_tokens(group), worst)
+        prompt_pages = end_pages(num_prompt_tokens, group.effective_window) if group.keep_every > 1 else range(0)
+        return GroupPages(group, geometry.margin, worst, PendingRings.of(group, geometry), prompt_pages)
 
     @property
     def window(self) -> int:
@@ -84,11 +95,21 @@ class GroupPages:
             *fresh,
         ]
 
+    def keeps(self, index: int) -> bool:
+        """Whether page ``index`` is kept, once it is sealed."""
+        return is_kept(index, self.group.keep_every, self.prompt_pages)
+
+    @property
+    def num_worst(self) -> int:
+        """Pages that the sequence may come to hold."""
+        return kept_pages(self.worst, self.group.keep_every, self.prompt_pages)
+
     def still_promised(self) -> int:
         """Pages that may have to be taken yet: indices of the worst case that nothing stands for."""
         ahead = {index for index, shadow in self.shadows.items() if shadow.whole or shadow.reopened}
         ahead |= set(self.handed)
-        return max(0, self.worst - len(self.pages) - sum(index < self.worst for index in ahead))
+        past = kept_pages(len(self.pages), self.group.keep_every, self.prompt_pages)
+        return max(0, self.num_worst - past - sum(index < self.worst and self.keeps(index) for index in ahead))
 
     def sealed_base(self, num_tokens: int, step_tokens: int) -> int:
         """The base after sealing at (num_tokens, step_tokens)."""
@@ -102,7 +123,7 @@ class GroupPages:
             return []
         if self.group.packed:
             last = self.sealed_base(num_tokens, step_tokens) // PAGE_TOKENS
-            return [index for index in range(self.num_sealed, last) if index not in self.handed]
+            return [i for i in range(self.num_sealed, last) if i not in self.handed and self.keeps(i)]
         return list(range(len(self.pages), pages_for(num_tokens)))
 
     def behind_window(self, num_tokens: int, step_tokens: int) -> range:
@@ -112,9 +133,9 @@ class GroupPages:
         floor = retention_floor(num_tokens, step_tokens, self.group.retained_window, self.margin)
         return range(self.first_page, max(self.first_page, min(floor // PAGE_TOKENS, len(self.pages))))
 
-    def written(self, length: int) -> None:
-        """Rows up to ``length`` have been written, over those a ring's length before."""
-        self.ring_first = max(self.ring_first, length - self.tail_tokens)
+    def wrote(self, length: int) -> None:
+        """Rows up to ``length`` have been written."""
+        self.rings = self.rings.after(length)
 
     def tail_is_lossy(self, num_tokens: int) -> bool:
         """Whether the dense window of the token at ``num_tokens`` has dequantised rows in it."""
@@ -175,8 +196,9 @@ def cut_packed(state: GroupPages, num_tokens: int, kept_base: int | None = None)
     if kept_base is not None:
         target = kept_base
     elif not is_dense_again(num_tokens, state.base, state.window):
-        if not group.has_pages:
-            return f"group {group.name!r} keeps nothing behind its window; its tail begins at token {state.base}"
+        if group.retention != "all":
+            what = "single pages" if group.has_pages else "nothing"
+            return f"group {group.name!r} keeps {what} behind its window; its tail begins at token {state.base}"
         target = dense_base(num_tokens, state.window, state.margin)
     if state.first_page:
         needed = min(target, max(0, num_tokens - group.retained_window + 1))
@@ -189,7 +211,8 @@ def cut_packed(state: GroupPages, num_tokens: int, kept_base: int | None = None)
     if kept_base is None and end > target and target < state.base:
         refill = (target, end - target, state.pages[first : pages_for(end)])
     if group.has_pages:
-        shadows |= {i: Shadow(state.pages[i], PAGE_TOKENS) for i in range(first, state.num_sealed)}
+        sealed = ((i, state.pages[i]) for i in range(first, state.num_sealed))
+        shadows |= {i: Shadow(page, PAGE_TOKENS) for i, page in sealed if page != NO_PAGE}
     kept: dict[int, Shadow] = {}
     for index, shadow in sorted(shadows.items()):
         left = min(shadow.num_tokens, num_tokens - index * PAGE_TOKENS)
@@ -198,9 +221,3 @@ def cut_packed(state: GroupPages, num_tokens: int, kept_base: int | None = None)
         else:
             dropped.append(shadow.page)
     return Cut(target, state.pages[:first] if group.has_pages else [], kept, dropped, refill)
-
-
-def pending_is_there(state: GroupPages, num_tokens: int, length: int) -> bool:
-    """Whether the rows that wait for their partial group at ``num_tokens`` are in the ring yet, of ``length`` rows."""
-    ring_first = max(state.ring_first, length - state.tail_tokens)
-    return max(0, num_tokens - PENDING_REACH) >= ring_first or num_tokens == 0

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from kvstore.answers import Admitted, Forked, NewPage, Refused, SealResult, TailCopy, Truncated
-from kvstore.arena import Arena, StoreArena
+from kvstore.answers import Admitted, Checkpointed, Forked, NewPage, Refused, SealResult, Truncated
+from kvstore.arena import Arena, StoreArena, bytes_for_pages
 from kvstore.client import OpenRequest
 from kvstore.device import Device, DeviceSpec, NewSequence
 from kvstore.geometry import CacheGeometry
@@ -34,8 +34,7 @@ class LocalAttachment:
         max_sequence_tokens: int,
         checkpoint_slots: int = 0,
     ) -> None:
-        tails = (max_sequences + checkpoint_slots) * geometry.tail_bytes
-        arena_bytes = num_pages * sum(group.page_bytes for group in geometry.groups) + tails
+        arena_bytes = bytes_for_pages(geometry, num_pages, max_sequences + checkpoint_slots, checkpoint_slots)
         spec = DeviceSpec(
             "cpu:0", geometry, arena_bytes, max_sequences, max_sequence_tokens, b"local", checkpoint_slots
         )
@@ -75,7 +74,7 @@ class LocalAttachment:
     def fork(self, slot: int, request_id: str, max_tokens: int, frozen_request: bytes = b"") -> Forked | Refused:
         return self.device.fork(slot, request_id, max_tokens, frozen_request)
 
-    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> list[TailCopy]:
+    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> Checkpointed:
         return self.device.checkpoint(slot, num_tokens, kind)
 
     def release(self, slots: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.answers import (
     Admitted,
+    Checkpointed,
     Forked,
     NewPage,
     PageCopy,
@@ -93,6 +94,7 @@ def open_message(result: Admitted | Refused) -> kvstore_pb2.OpenResult:
         prefix_exact=result.prefix_exact,
         junction=result.junction,
         groups=_groups(result.pages, result.bases, result.tail_slots),
+        copies=map(page_copy_message, result.copies),
         tail_copies=map(tail_copy_message, result.tail_copies),
         refills=map(refill_message, result.refills),
     )
@@ -112,6 +114,7 @@ def open_from(r: kvstore_pb2.OpenResult) -> Admitted | Refused:
         refills=refills_from(r.refills),
         tail_copies=tail_copies_from(r.tail_copies),
         junction=r.junction,
+        copies=page_copies_from(r.copies),
     )
 
 
@@ -226,6 +229,16 @@ def truncate_from(response: kvstore_pb2.TruncateResponse) -> Truncated:
         bases={g.group: int(g.base) for g in response.bases},
         tail_copies=tail_copies_from(response.tail_copies),
     )
+
+
+def checkpoint_message(result: Checkpointed) -> kvstore_pb2.CheckpointResponse:
+    return kvstore_pb2.CheckpointResponse(
+        copies=map(tail_copy_message, result.tail_copies), page_copies=map(page_copy_message, result.copies)
+    )
+
+
+def checkpoint_from(response: kvstore_pb2.CheckpointResponse) -> Checkpointed:
+    return Checkpointed(page_copies_from(response.page_copies), tail_copies_from(response.copies))
 
 
 def arena_entries(arenas: Sequence[ArenaPlan], sizes: Sequence[tuple[int, ...]]) -> list[kvstore_pb2.FdEntry]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.checkpoints import Checkpoint, CheckpointCache
+from kvstore.checkpoints import Checkpoint
 from kvstore.geometry import CacheGeometry, LayerGroup
-from kvstore.group_pages import NO_PAGE, PENDING_REACH, worst_pages
+from kvstore.group_pages import NO_PAGE, worst_pages
+from kvstore.kept_boundaries import KeptBoundaries, KeptTails
+from kvstore.pending_rings import PendingRings
 from kvstore.prefix_index import PrefixIndex
 from kvstore.retention import dense_base, is_dense_again, pages_for
 from protos.page_hash import PAGE_TOKENS
@@ -16,26 +18,19 @@ _NO_HASH = bytes(16)
 
 
 @dataclass(frozen=True)
-class KeptTails:
-    """What the tail slots of a checkpoint hold, by group: the base and the first token of the rings (see
-    ``GroupPages``); no row was dequantised. ``inexact_from``: first token computed after an inexact resume.
-    """
-
-    bases: Mapping[str, int]
-    ring_firsts: Mapping[str, int]
-    inexact_from: int | None = None
-
-
-@dataclass(frozen=True)
 class GroupMatch:
-    """pages[i] holds tokens [128 i, ...); ``shadows`` (index -> page) hold what the tail is refilled from."""
+    """pages[i] holds tokens [128 i, ...); NO_PAGE stands before ``first_page``. ``shadows`` (index -> page) hold what
+    the tail is refilled from; ``copied``: the page whose rows go to the new open page.
+    """
 
     pages: list[int]
     base: int
     shadows: Mapping[int, int] = field(default_factory=dict)
     refill: tuple[int, int, list[int]] | None = None  # first token, tokens, pages
     lossy_end: int = 0
-    ring_first: int = 0
+    first_page: int = 0
+    rings: PendingRings | None = None
+    copied: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,7 @@ class Match:
 def find_match(
     geometry: CacheGeometry,
     index: PrefixIndex,
-    checkpoints: CheckpointCache,
-    kept: Mapping[int, KeptTails],
+    kept: KeptBoundaries,
     *,
     salt: str,
     hashes: Sequence[bytes],
@@ -70,47 +64,53 @@ def find_match(
     from a sequence computed at once: of two prefill chunks, the second read what the first had packed.
 
     Args:
-        kept: what checkpoints hold, by any of their tail slots.
         hashes: of the whole pages of ``tokens``.
         exact_only: only what is exactly what this sequence would compute.
     """
-    finder = _Finder(geometry, index, hashes, len(tokens) - 1, max_tokens)
+    finder = _Finder(geometry, index, kept, hashes, len(tokens) - 1, max_tokens)
     pages = finder.at_page_boundary(exact_only)
     least = pages.num_tokens if pages else 0
-    for checkpoint in _checkpoints(checkpoints, salt, hashes, tokens):
+    for checkpoint in _checkpoints(kept, salt, hashes, tokens):
         if min(checkpoint.num_tokens, len(tokens) - 1) < least:
             break
-        found = finder.at_checkpoint(checkpoint, kept[next(iter(checkpoint.slots.values()))])
+        found = finder.at_checkpoint(checkpoint)
         if found and found.num_tokens >= max(1, least) and (found.exact or not exact_only):
             return found
     return pages
 
 
 def _checkpoints(
-    checkpoints: CheckpointCache, salt: str, hashes: Sequence[bytes], tokens: Sequence[int]
+    kept: KeptBoundaries, salt: str, hashes: Sequence[bytes], tokens: Sequence[int]
 ) -> Iterator[Checkpoint]:
     """Longest first, one of all the tokens included: it serves with one token taken back."""
     one_more = [*tokens, 0]
     chain = [*hashes, _NO_HASH] if len(one_more) % PAGE_TOKENS == 0 else hashes
-    return checkpoints.matches(salt, chain, one_more)
+    return kept.cache.matches(salt, chain, one_more)
 
 
 class _Finder:
     def __init__(
-        self, geometry: CacheGeometry, index: PrefixIndex, hashes: Sequence[bytes], most: int, max_tokens: int
+        self,
+        geometry: CacheGeometry,
+        index: PrefixIndex,
+        kept: KeptBoundaries,
+        hashes: Sequence[bytes],
+        most: int,
+        max_tokens: int,
     ) -> None:
         self._geometry = geometry
         self._index = index
+        self._kept = kept
         self._hashes = hashes
         self._most = most  # tokens that may be taken over
         self._max_tokens = max_tokens
 
     def at_page_boundary(self, exact_only: bool) -> Match | None:
         """Pages alone: exact where all groups are dense; elsewhere the window is refilled. Not where rows are pending
-        or nothing is kept behind a window.
+        or not all is kept behind a window.
         """
         groups = self._geometry.groups
-        if any(group.has_pending or not group.has_pages for group in groups):
+        if any(group.has_pending or group.retention != "all" for group in groups):
             return None
         all_dense = not any(group.packed for group in groups)
         if exact_only and not all_dense:
@@ -130,48 +130,70 @@ class _Finder:
             inexact.append(num_tokens)
         return Match(num_tokens, matches, inexact_from=min(inexact, default=None))
 
-    def at_checkpoint(self, checkpoint: Checkpoint, kept: KeptTails) -> Match | None:
-        """The tails of a checkpoint over cached pages, with a few tokens taken back where something asks for that."""
+    def at_checkpoint(self, checkpoint: Checkpoint) -> Match | None:
+        """The tails of a checkpoint over cached pages, with a token taken back where none would be left to compute."""
+        kept = self._kept.tails(checkpoint)
         num_tokens = min(checkpoint.num_tokens, self._most)
-        if any(group.mode == "dense" for group in self._geometry.groups):
-            num_tokens -= num_tokens % PAGE_TOKENS  # the rest of it was in open pages, which are private
         matches: dict[str, GroupMatch] = {}
         needed: dict[str, range] = {}
         for group in self._geometry.groups:
-            base = kept.bases[group.name] if group.mode != "dense" else num_tokens
-            if group.mode != "dense" and not is_dense_again(num_tokens, base, group.effective_window):
+            indices, found = self._at_checkpoint(group, num_tokens, checkpoint, kept)
+            if found is None:
                 return None
-            ring_first = kept.ring_firsts.get(group.name, 0)
-            if group.has_pending and max(0, num_tokens - PENDING_REACH) < ring_first:
-                return None
-            indices = range(self._first(group, num_tokens), base // PAGE_TOKENS) if group.has_pages else range(0)
-            found = self._index.pages(group.name, [self._hashes[i] for i in indices]) if indices else None
-            if indices and found is None:
-                return None
-            pages = [NO_PAGE] * indices.start + (found.pages if found else [])
-            matches[group.name] = GroupMatch(pages, base, ring_first=ring_first)
-            needed[group.name] = indices
+            matches[group.name], needed[group.name] = found, indices
         marked = self._first_inexact(needed)
         inexact = [] if marked is None else [marked * PAGE_TOKENS]
         if kept.inexact_from is not None and kept.inexact_from < num_tokens:
             inexact.append(kept.inexact_from)
         return Match(num_tokens, matches, checkpoint, min(inexact, default=None)) if num_tokens else None
 
+    def _at_checkpoint(
+        self, group: LayerGroup, num_tokens: int, checkpoint: Checkpoint, kept: KeptTails
+    ) -> tuple[range, GroupMatch | None]:
+        """What one group takes over, and the indices of the pages that this rests on; None where something is gone."""
+        rings = kept.rings.get(group.name)
+        if rings is not None and not rings.hold(num_tokens):
+            return range(0), None
+        whole, rest = divmod(num_tokens, PAGE_TOKENS)
+        if group.mode == "dense":
+            from_kept = rest > 0 and checkpoint.num_tokens // PAGE_TOKENS == whole
+            indices = range(whole + (rest > 0 and not from_kept))
+            pages = self._pages(group, indices)
+            if pages is None:
+                return indices, None
+            copied = self._kept.open_page(checkpoint, group.name) if from_kept else pages[whole] if rest else None
+            return indices, GroupMatch(pages[:whole], whole * PAGE_TOKENS, rings=rings, copied=copied)
+        base = kept.bases[group.name]
+        if not is_dense_again(num_tokens, base, group.effective_window):
+            return range(0), None
+        if group.retention == "checkpoints":  # no query reads these pages: those that are there will do
+            there = [self._index.page(group.name, self._hashes[i]) for i in range(base // PAGE_TOKENS)]
+            return range(0), GroupMatch([NO_PAGE if page is None else page for page in there], base, rings=rings)
+        indices = range(self._first(group, num_tokens), base // PAGE_TOKENS) if group.has_pages else range(0)
+        pages = self._pages(group, indices)
+        if pages is None:
+            return indices, None
+        first = indices.start
+        return indices, GroupMatch([NO_PAGE] * first + pages, base, first_page=first, rings=rings)
+
+    def _pages(self, group: LayerGroup, indices: range) -> list[int] | None:
+        """The pages of these indices; None where one is gone."""
+        found = self._index.pages(group.name, [self._hashes[i] for i in indices]) if indices else None
+        return found.pages if found else None if indices else []
+
     def _from_pages(self, group: LayerGroup, num_tokens: int) -> GroupMatch:
         first, last = self._first(group, num_tokens), num_tokens // PAGE_TOKENS
         found = self._index.pages(group.name, self._hashes[first:last])
         pages = [NO_PAGE] * first + (found.pages if found else [])
         if group.mode == "dense":
-            return GroupMatch(pages, num_tokens, ring_first=num_tokens)
+            return GroupMatch(pages, num_tokens)
         base = dense_base(num_tokens, group.effective_window, self._geometry.margin)
         behind = pages[base // PAGE_TOKENS :]
         refill = (base, num_tokens - base, behind)
         # Pages that sealing will never reach are read once, for the refill, and not held.
         worst = worst_pages(group, self._geometry.margin, self._max_tokens)
         shadows = {i: pages[i] for i in range(base // PAGE_TOKENS, min(last, worst))}
-        return GroupMatch(
-            pages[: base // PAGE_TOKENS], base, shadows, refill, lossy_end=num_tokens, ring_first=num_tokens
-        )
+        return GroupMatch(pages[: base // PAGE_TOKENS], base, shadows, refill, lossy_end=num_tokens, first_page=first)
 
     def _first(self, group: LayerGroup, num_tokens: int) -> int:
         """Index of the first page that a sequence of ``num_tokens`` tokens needs."""

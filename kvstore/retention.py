@@ -39,3 +39,24 @@ def is_dense_again(n: int, base: int, window: int) -> bool:
 def pages_for(num_tokens: int) -> int:
     """Pages that hold ``num_tokens`` tokens."""
     return -(-num_tokens // PAGE_TOKENS)
+
+
+def is_kept(index: int, keep_every: int, also: range) -> bool:
+    """Whether page ``index`` of a sequence is kept: every ``keep_every``-th is, and those of ``also``."""
+    return (index + 1) % keep_every == 0 or index in also
+
+
+def kept_pages(num_pages: int, keep_every: int, also: range = range(0)) -> int:
+    """How many of a sequence's pages [0, num_pages) are kept."""
+    extra = sum((index + 1) % keep_every != 0 for index in also if index < num_pages)
+    return num_pages // keep_every + extra
+
+
+def end_pages(num_tokens: int, window: int) -> range:
+    """Indices of the pages that hold the window of the token behind ``num_tokens`` tokens."""
+    return range(max(0, num_tokens - window + 1) // PAGE_TOKENS, pages_for(num_tokens))
+
+
+def most_end_pages(window: int) -> int:
+    """The most that ``end_pages`` can be."""
+    return pages_for(window) + 1

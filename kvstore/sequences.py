@@ -4,17 +4,19 @@ Pure: values in, values out. The token log lives in the control block; its owner
 checks all it was given before it changes anything, so an error leaves the table as it was.
 
 What a group's mode means for its pages stands in ``group_pages``, which prompts can be resumed where in
-``prefix_match``; here pages are counted, promised, shared, evicted and let go.
+``prefix_match``, how sequences are taken back in ``rollback``, what is kept of them in ``kept_boundaries``; here pages
+are counted, promised, shared, evicted and let go.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from kvstore.answers import (
     Admitted,
+    Checkpointed,
     Forked,
     NewPage,
     PageCopy,
@@ -25,70 +27,20 @@ from kvstore.answers import (
     TailCopy,
     Truncated,
 )
-from kvstore.checkpoints import Checkpoint, CheckpointCache, CheckpointKind, JunctionNotes
+from kvstore.checkpoints import Checkpoint, CheckpointCache, JunctionNotes
 from kvstore.events import EventLog
 from kvstore.geometry import CacheGeometry
-from kvstore.group_pages import (
-    NO_PAGE,
-    Cut,
-    GroupPages,
-    Shadow,
-    cut_dense,
-    cut_packed,
-    pending_is_there,
-    unhanded,
-    worst_pages,
-)
+from kvstore.group_pages import NO_PAGE, GroupPages, Shadow, unhanded, worst_pages
+from kvstore.kept_boundaries import KeptBoundaries
 from kvstore.pages import PageState, PageTable
 from kvstore.prefix_index import PrefixIndex
-from kvstore.prefix_match import GroupMatch, KeptTails, Match, find_match
-from kvstore.retention import is_dense_again
-from protos.errors import CapacityError, InternalError, InvalidRequest, NotFound, PreconditionFailed, TooLarge
+from kvstore.prefix_match import GroupMatch, Match, find_match
+from kvstore.rollback import Rollback, after_cut, demand_affordable, plan_rollback
+from kvstore.sequence_pages import SealedPage, SequencePages, Tokens
+from protos.errors import InternalError, InvalidRequest, NotFound, PreconditionFailed, TooLarge
 from protos.page_hash import PAGE_TOKENS, ROOT, page_hashes
 
-CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = ("prompt_end", "turn_end", "junction")
 JUNCTIONS_REMEMBERED = 4096
-Tokens = Callable[[int, int], Sequence[int]]
-"""tokens(first, last): the logged ids of [first, last) of a sequence."""
-
-
-@dataclass(frozen=True)
-class SealedPage:
-    """Page ``index`` of a sequence became immutable. ``relinked``: it was so before, and nothing was written.
-    ``freed``: an idle, inexact page of the same hash, which this one took the place of.
-    """
-
-    group: str
-    index: int
-    page: int
-    hash: bytes
-    parent: bytes
-    relinked: bool
-    freed: int | None = None
-
-
-@dataclass
-class SequencePages:
-    """One sequence. ``hashes``: the chain of its first whole pages, as far as some group was sealed.
-
-    ``inexact_from``: first token that was computed after an inexact resume; what stands behind it carries the mark.
-    """
-
-    slot: int
-    request_id: str
-    salt: str
-    max_tokens: int
-    groups: dict[str, GroupPages]
-    hashes: list[bytes] = field(default_factory=list)
-    inexact_from: int | None = None
-
-    @property
-    def bases(self) -> dict[str, int]:
-        return {name: state.base for name, state in self.groups.items()}
-
-    @property
-    def pages(self) -> dict[str, list[int]]:
-        return {name: state.pages for name, state in self.groups.items()}
 
 
 class SequenceTable:
@@ -123,15 +75,14 @@ class SequenceTable:
         self.max_sequences = max_sequences
         self.max_sequence_tokens = max_sequence_tokens
         self.index = PrefixIndex(
-            list(self.groups), windowed=[g.name for g in geometry.groups if g.retained_window], events=events
+            list(self.groups),
+            windowed=[g.name for g in geometry.groups if g.retained_window or g.keep_every > 1],
+            events=events,
         )
         self._tailed = [group.name for group in geometry.groups if group.has_tail]
-        last = max_sequences + checkpoint_slots
-        self.checkpoints = CheckpointCache({name: range(max_sequences, last) for name in self._tailed})
+        self._kept = KeptBoundaries(geometry, num_pages, range(max_sequences, max_sequences + checkpoint_slots))
         self.counters: Counter[tuple[str, str]] = Counter()
         """(what, group) -> how often, ever; group is empty for what concerns all of them."""
-        self._kept_tails: dict[int, KeptTails] = {}  # by tail slot of a checkpoint
-        self._under_way: list[Checkpoint] = []  # copies that the last answer asked for
         self._junctions = JunctionNotes(JUNCTIONS_REMEMBERED)
         self._digests = {"weights_digest": weights_digest, "geometry_digest": geometry.digest()}
         self._sequences: dict[int, SequencePages] = {}
@@ -140,6 +91,10 @@ class SequenceTable:
     @property
     def slots(self) -> list[int]:
         return list(self._sequences)
+
+    @property
+    def checkpoints(self) -> CheckpointCache:
+        return self._kept.cache
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -155,19 +110,11 @@ class SequenceTable:
 
     def confirm(self) -> None:
         """The worker has made the copies that the last answer asked for: it calls again, or said goodbye."""
-        for checkpoint in self._under_way:
-            if checkpoint.pins:
-                self.checkpoints.unpin(checkpoint)
-            else:
-                self.checkpoints.commit(checkpoint)
-        self._under_way.clear()
+        self._kept.confirm()
 
     def end_attachment(self, *, confirmed: bool) -> None:
         """Nobody is attached any more: pins end with their sequences, which the caller releases."""
-        if confirmed:
-            self.confirm()
-        self._under_way.clear()
-        self.checkpoints.end_attachment()
+        self._kept.end_attachment(confirmed=confirmed)
 
     # --- open ---
 
@@ -202,7 +149,7 @@ class SequenceTable:
         self.demand_valid(len(prompt), max_tokens)
         hashes = list(page_hashes(prompt, salt=salt, **self._digests)) if reuse else []
         match = self._match(salt, hashes, prompt, max_tokens, exact_only) if reuse else None
-        states = {g.name: GroupPages.empty(g, self.geometry, max_tokens) for g in self.geometry.groups}
+        states = {g.name: GroupPages.empty(g, self.geometry, len(prompt), max_tokens) for g in self.geometry.groups}
         if match:
             for name, found in match.groups.items():
                 _adopt(states[name], found)
@@ -217,14 +164,13 @@ class SequenceTable:
             self._count_match(match)
         refills: list[Refill] = []
         tail_copies: list[TailCopy] = []
+        copies: list[PageCopy] = []
         if match:
             sequence.hashes = hashes[: match.num_tokens // PAGE_TOKENS]
             sequence.inexact_from = match.inexact_from
             refills = [Refill(name, slot, *found.refill) for name, found in match.groups.items() if found.refill]
-        if match and match.checkpoint:
-            self.checkpoints.pin(match.checkpoint)
-            self._under_way.append(match.checkpoint)
-            tail_copies = [TailCopy(name, kept, slot) for name, kept in match.checkpoint.slots.items()]
+            copies = self._open_pages(states, match)
+            tail_copies = self._kept.restore(match.checkpoint, slot) if match.checkpoint else []
         return Admitted(
             slot,
             self._tail_slots(slot),
@@ -234,6 +180,7 @@ class SequenceTable:
             bases=sequence.bases,
             refills=refills,
             tail_copies=tail_copies,
+            copies=copies,
             junction=self._junction(hashes, len(prompt), match),
         )
 
@@ -243,8 +190,7 @@ class SequenceTable:
         return find_match(
             self.geometry,
             self.index,
-            self.checkpoints,
-            self._kept_tails,
+            self._kept,
             salt=salt,
             hashes=hashes,
             tokens=prompt,
@@ -252,10 +198,23 @@ class SequenceTable:
             exact_only=exact_only,
         )
 
+    def _open_pages(self, states: Mapping[str, GroupPages], match: Match) -> list[PageCopy]:
+        """Open pages of a new sequence whose match ends inside of a page, with copies of what was kept of it."""
+        copies = []
+        for name, found in match.groups.items():
+            if found.copied is not None:
+                new = self._take(name, states[name])
+                states[name].pages.append(new)
+                if new != found.copied:  # the source was evicted for it: the rows are there
+                    copies.append(PageCopy(name, found.copied, new, match.num_tokens % PAGE_TOKENS))
+        return copies
+
     def _junction(self, hashes: Sequence[bytes], num_prompt_tokens: int, match: Match | None) -> int:
         """A length behind the match at which prompts were seen to part, this one for at least the second time."""
         done = match.num_tokens if match else 0
-        shared = self.index.longest(hashes[: (num_prompt_tokens - 1) // PAGE_TOKENS]) if hashes and self._tailed else 0
+        none_needed = {g.name: lambda end: end for g in self.geometry.groups if g.keep_every > 1}
+        most = (num_prompt_tokens - 1) // PAGE_TOKENS
+        shared = self.index.longest(hashes[:most], none_needed) if hashes and self._tailed else 0
         if shared * PAGE_TOKENS <= done or not self.checkpoints.budget:
             return 0
         parted = any(self.index.continues(name, hashes[shared - 1]) for name in self.groups)
@@ -276,12 +235,12 @@ class SequenceTable:
             state = states[name]
             cached = sum(table.state(page) == PageState.CACHED for page in state.held())
             if cached + state.still_promised() > table.num_available:
-                return Refused(name, state.worst, table.num_available, table.num_pages)
+                return Refused(name, state.num_worst, table.num_available, table.num_pages)
         if not self._free_slots:
             if not self.groups:
                 return Refused("", 0, 0, 0)
             scarcest = min(self.groups.values(), key=lambda table: table.num_available)
-            return Refused("", states[scarcest.group].worst, scarcest.num_available, scarcest.num_pages)
+            return Refused("", states[scarcest.group].num_worst, scarcest.num_available, scarcest.num_pages)
         return None
 
     def _hold(self, states: Mapping[str, GroupPages]) -> None:
@@ -377,12 +336,17 @@ class SequenceTable:
             first, last = state.num_sealed, bases[name] // PAGE_TOKENS
             state.base = bases[name]
             if state.group.has_pages:
-                sealed += [self._seal_page(sequence, name, state, index) for index in range(first, last)]
+                for index in range(first, last):
+                    if state.keeps(index):
+                        sealed.append(self._seal_page(sequence, name, state, index))
+                    else:
+                        state.pages.append(NO_PAGE)
+                        self.counters["pages_left_out", name] += 1
                 self._free_behind_window(name, state, num_tokens, step_tokens)
                 self._settle(name, state)
             if state.lossy_end <= state.base:
                 state.lossy_end = 0
-            state.written(num_tokens)
+            state.wrote(num_tokens)
         return sealed
 
     def _seal_page(self, sequence: SequencePages, name: str, state: GroupPages, index: int) -> SealedPage:
@@ -458,16 +422,14 @@ class SequenceTable:
                 given=num_tokens,
                 allowed=f"0 to {length}",
             )
-        cuts, checkpoint = self._plan_truncate(sequence, num_tokens, length, tokens)
+        plan = plan_rollback(
+            sequence, num_tokens, length, tokens(0, num_tokens), self._kept, self._chain(sequence.salt)
+        )
+        demand_affordable(sequence, plan.cuts, self.groups)
         for state in sequence.groups.values():
-            state.written(length)
-        if checkpoint:
-            num_tokens = checkpoint.num_tokens
-            inexact_from = self._kept(checkpoint).inexact_from
-            exact = inexact_from is None or inexact_from >= num_tokens
-        else:
-            exact = all(cut.refill is None for cut in cuts.values())
-        self._apply(sequence, cuts, num_tokens)
+            state.wrote(length)
+        self._apply(sequence, plan)
+        num_tokens, cuts, checkpoint = plan.num_tokens, plan.cuts, plan.checkpoint
         copies: list[PageCopy] = []
         for name, cut in cuts.items():
             if cut.copied is not None:
@@ -477,117 +439,25 @@ class SequenceTable:
                 if new != cut.copied:
                     copies.append(PageCopy(name, cut.copied, new, num_tokens % PAGE_TOKENS))
         del sequence.hashes[num_tokens // PAGE_TOKENS :]
-        tail_copies = self._restore_tails(sequence, checkpoint)
-        self._mark_inexact(sequence, num_tokens)
+        tail_copies = self._restore_tails(sequence, checkpoint) if checkpoint else []
+        kept_from = self._kept.tails(checkpoint).inexact_from if checkpoint else None
+        exact = kept_from is None or kept_from >= num_tokens if checkpoint else not plan.refills
+        sequence.mark_inexact(num_tokens)
         self.counters["truncates_exact" if exact and not checkpoint else "truncates_deep", ""] += 1
         refills = [Refill(name, slot, *cut.refill) for name, cut in cuts.items() if cut.refill]
         return Truncated(num_tokens, copies, refills, exact, sequence.bases, tail_copies)
 
-    def _plan_truncate(
-        self, sequence: SequencePages, num_tokens: int, length: int, tokens: Tokens
-    ) -> tuple[dict[str, Cut], Checkpoint | None]:
-        cuts: dict[str, Cut] = {}
-        too_deep: list[str] = []
-        pending = []
-        for name, state in sequence.groups.items():
-            cut = cut_dense(state, num_tokens) if state.group.mode == "dense" else cut_packed(state, num_tokens)
-            if isinstance(cut, str):
-                too_deep.append(cut)
-                continue
-            cuts[name] = cut
-            there = cut.refill is None and pending_is_there(state, num_tokens, length)
-            if state.group.has_pending and num_tokens and not there:
-                pending.append(name)
-        if not too_deep and not pending:
-            return self._affordable(sequence, cuts), None
-        found = self._kept_boundary(sequence, num_tokens, tokens)
-        if found:
-            return self._affordable(sequence, found[0]), found[1]
-        why = too_deep or [f"group {name!r} has rows that wait for their partial group" for name in pending]
-        raise PreconditionFailed(
-            f"slot {sequence.slot} cannot go back that far: {why[0]}",
-            reason="TRUNCATE_TOO_DEEP",
-            given=num_tokens,
-            allowed=f"lengths whose window is in the tail (bases {sequence.bases}), or a kept checkpoint below",
-            hint="compute the sequence again from its token log, or keep checkpoints",
-        )
+    def _chain(self, salt: str) -> Callable[[Sequence[int]], list[bytes]]:
+        return lambda tokens: list(page_hashes(tokens, salt=salt, **self._digests))
 
-    def _kept_boundary(
-        self, sequence: SequencePages, num_tokens: int, tokens: Tokens
-    ) -> tuple[dict[str, Cut], Checkpoint] | None:
-        """The longest checkpoint of these very tokens at or below ``num_tokens``, and the cuts that go with it."""
-        whole = num_tokens // PAGE_TOKENS
-        head = list(tokens(0, num_tokens))
-        hashes = list(page_hashes(head, salt=sequence.salt, **self._digests))
-        one_more = [*head, 0]
-        chain = [*hashes, bytes(len(ROOT))] if len(one_more) // PAGE_TOKENS > whole else hashes
-        for checkpoint in self.checkpoints.matches(sequence.salt, chain, one_more):
-            kept = self._kept(checkpoint)
-            cuts: dict[str, Cut] = {}
-            for name, state in sequence.groups.items():
-                if state.group.mode == "dense":
-                    cuts[name] = cut_dense(state, checkpoint.num_tokens)
-                elif kept.bases[name] <= state.base:
-                    cut = cut_packed(state, checkpoint.num_tokens, kept.bases[name])
-                    if isinstance(cut, Cut):
-                        cuts[name] = cut
-            if len(cuts) == len(sequence.groups):
-                return cuts, checkpoint
-        return None
-
-    def _kept(self, checkpoint: Checkpoint) -> KeptTails:
-        return self._kept_tails[next(iter(checkpoint.slots.values()))]
-
-    def _affordable(self, sequence: SequencePages, cuts: dict[str, Cut]) -> dict[str, Cut]:
-        """The cuts, with pages completed in place where no other is to be had.
-
-        Raises:
-            CapacityError: ARENA_FULL.
-        """
-        for name, table in self.groups.items():
-            state, cut = sequence.groups[name], cuts[name]
-            let_go = sum(table.refs(page) == 1 for page in cut.dropped)
-            promise = self._after(state, cut).still_promised() - state.promised
-            short = promise - table.num_available - let_go
-            if short <= 0:
-                continue
-            alone = [s for s in cut.shadows.values() if not s.whole and not s.reopened and table.refs(s.page) == 1]
-            if short > 1 or not alone:
-                raise CapacityError(
-                    f"group {name!r} has no pages in place of those that are shared",
-                    reason="ARENA_FULL",
-                    given=f"{promise} pages",
-                    allowed=f"{table.num_available + let_go} of {table.num_pages} pages",
-                    hint="release or drop another sequence, then truncate again",
-                    retry_after_ms=100,
-                )
-            alone[0].reopened = True
-        return cuts
-
-    def _after(self, state: GroupPages, cut: Cut) -> GroupPages:
-        """The state that a cut leaves; its pages are not counted yet."""
-        return GroupPages(
-            state.group,
-            state.margin,
-            state.tail_tokens,
-            state.worst,
-            pages=list(cut.pages),
-            base=cut.base,
-            first_page=min(state.first_page, len(cut.pages)),
-            shadows=cut.shadows,
-            promised=state.promised,
-            lossy_end=state.lossy_end,
-            ring_first=state.ring_first,
-        )
-
-    def _apply(self, sequence: SequencePages, cuts: Mapping[str, Cut], num_tokens: int) -> None:
-        for name, cut in cuts.items():
+    def _apply(self, sequence: SequencePages, plan: Rollback) -> None:
+        for name, cut in plan.cuts.items():
             old = sequence.groups[name]
-            state = sequence.groups[name] = self._after(old, cut)
+            state = sequence.groups[name] = after_cut(old, cut)
             if cut.refill:
                 state.lossy_end = max(state.lossy_end, cut.refill[0] + cut.refill[1])
-            state.lossy_end = min(state.lossy_end, num_tokens)
-            state.ring_first = min(state.ring_first, num_tokens)
+            state.lossy_end = min(state.lossy_end, plan.num_tokens)
+            state.rings = state.rings.cut(plan.num_tokens)
             if state.lossy_end <= state.base:
                 state.lossy_end = 0
             if not state.group.has_pages:
@@ -602,25 +472,14 @@ class SequenceTable:
                     self.index.remove(name, shadow.page)
             self._settle(name, state)
 
-    def _restore_tails(self, sequence: SequencePages, checkpoint: Checkpoint | None) -> list[TailCopy]:
-        if checkpoint is None:
-            return []
-        kept = self._kept(checkpoint)
+    def _restore_tails(self, sequence: SequencePages, checkpoint: Checkpoint) -> list[TailCopy]:
+        kept = self._kept.tails(checkpoint)
         for name in checkpoint.slots:
             state = sequence.groups[name]
-            state.ring_first, state.lossy_end = kept.ring_firsts[name], 0
+            state.rings, state.lossy_end = kept.rings[name], 0
         if kept.inexact_from is not None:
-            sequence.inexact_from = _least(sequence.inexact_from, kept.inexact_from)
-        self.checkpoints.pin(checkpoint)
-        self._under_way.append(checkpoint)
-        return [TailCopy(name, slot, sequence.slot) for name, slot in checkpoint.slots.items()]
-
-    def _mark_inexact(self, sequence: SequencePages, num_tokens: int) -> None:
-        """What comes next is inexact where its window has dequantised rows, or was so before."""
-        if any(state.tail_is_lossy(num_tokens) for state in sequence.groups.values()):
-            sequence.inexact_from = _least(sequence.inexact_from, num_tokens)
-        elif sequence.inexact_from is not None and sequence.inexact_from >= num_tokens:
-            sequence.inexact_from = None
+            sequence.inexact_since(kept.inexact_from)
+        return self._kept.restore(checkpoint, sequence.slot)
 
     # --- fork, checkpoint, release ---
 
@@ -676,7 +535,7 @@ class SequenceTable:
         for name, state in parent.groups.items():
             if any(shadow.reopened for shadow in unhanded(state)[1].values()):
                 table = self.groups[name]
-                return Refused(name, state.worst, table.num_available, table.num_pages)
+                return Refused(name, state.num_worst, table.num_available, table.num_pages)
         return None
 
     def _forked(self, parent: SequencePages, state: GroupPages, max_tokens: int) -> GroupPages:
@@ -688,68 +547,30 @@ class SequenceTable:
             page = self.index.page(state.group.name, parent.hashes[index])
             if index not in shadows and page is not None:
                 shadows[index] = Shadow(page, PAGE_TOKENS)
-        return GroupPages(
-            state.group,
-            state.margin,
-            state.tail_tokens,
-            worst,
+        return replace(
+            state,
+            worst=worst,
             pages=state.pages[: state.num_sealed] if state.group.has_pages else [],
-            base=state.base,
-            first_page=state.first_page,
             shadows={
                 index: Shadow(shadow.page, shadow.num_tokens) for index, shadow in shadows.items() if index < worst
             },
-            lossy_end=state.lossy_end,
-            ring_first=state.ring_first,
+            handed={},
+            promised=0,
         )
 
-    def checkpoint(self, slot: int, num_tokens: int, kind: str, tokens: Tokens) -> list[TailCopy]:
-        """Keeps the tails of a sequence of ``num_tokens`` tokens. No copies: no budget, an equal one is kept, or tails
-        have dequantised rows (resuming from pages gives as much).
+    def checkpoint(self, slot: int, num_tokens: int, kind: str, tokens: Tokens) -> Checkpointed:
+        """Keeps what a resume of a sequence's first ``num_tokens`` tokens needs: its tails, and copies of open pages.
+        No copies: no budget, an equal one is kept, or tails have dequantised rows (resuming from pages gives as much).
 
         Raises:
             NotFound: UNKNOWN_SLOT. InvalidRequest: UNKNOWN_CHECKPOINT_KIND, or no tokens. PreconditionFailed:
-            CHECKPOINT_NOT_DENSE, a tail no longer holds the window of ``num_tokens``.
+            CHECKPOINT_NOT_DENSE, a tail no longer holds what ``num_tokens`` needs.
         """
         sequence = self.sequence(slot)
-        known: CheckpointKind | None = next((k for k in CHECKPOINT_KINDS if k == kind), None)
-        if known is None or num_tokens < 1:
-            raise InvalidRequest(
-                "no such checkpoint",
-                reason="UNKNOWN_CHECKPOINT_KIND",
-                given=f"{kind!r} at {num_tokens} tokens",
-                allowed=f"{', '.join(CHECKPOINT_KINDS)}; 1 token or more",
-            )
-        if not self.checkpoints.budget or any(sequence.groups[name].lossy_end for name in self._tailed):
-            return []
-        for name in self._tailed:
-            state = sequence.groups[name]
-            dense = state.group.mode == "dense" or is_dense_again(num_tokens, state.base, state.window)
-            if not dense or (state.group.has_pending and not pending_is_there(state, num_tokens, num_tokens)):
-                raise PreconditionFailed(
-                    f"the tail of slot {slot} in group {name!r} does not hold the window of this length",
-                    reason="CHECKPOINT_NOT_DENSE",
-                    given=num_tokens,
-                    allowed=f"base {state.base}, window {state.window}",
-                    hint="take checkpoints as the sequence passes them",
-                )
+        if not self._kept.can_keep(sequence, num_tokens, kind):
+            return Checkpointed()
         log = list(tokens(0, num_tokens))
-        hashes = list(page_hashes(log, salt=sequence.salt, **self._digests))
-        exact = sequence.inexact_from is None or sequence.inexact_from >= num_tokens
-        checkpoint = self.checkpoints.put(sequence.salt, hashes, log, exact=exact, kind=known)
-        if checkpoint is None:
-            return []
-        for name in self._tailed:
-            sequence.groups[name].written(num_tokens)
-        kept = KeptTails(
-            bases={name: sequence.groups[name].base for name in self._tailed},
-            ring_firsts={name: sequence.groups[name].ring_first for name in self._tailed},
-            inexact_from=sequence.inexact_from,
-        )
-        for tail_slot in checkpoint.slots.values():
-            self._kept_tails[tail_slot] = kept
-        self._under_way.append(checkpoint)
-        return [TailCopy(name, slot, kept_slot) for name, kept_slot in checkpoint.slots.items()]
+        return self._kept.keep(sequence, num_tokens, kind, log, self._chain(sequence.salt)(log))
 
     def release(self, slots: Sequence[int]) -> dict[int, dict[str, list[int]]]:
         """Ends sequences; returns slot -> group -> pages that nobody holds now. Those with a hash stay cached.
@@ -848,14 +669,11 @@ def _adopt(state: GroupPages, found: GroupMatch) -> None:
     """Makes the state of a new sequence what was matched; its pages are not counted yet."""
     state.pages = list(found.pages)
     state.base = found.base
-    state.first_page = found.pages.count(NO_PAGE)
+    state.first_page = found.first_page
     state.shadows = {index: Shadow(page, PAGE_TOKENS) for index, page in found.shadows.items()}
     state.lossy_end = found.lossy_end if found.lossy_end > found.base else 0
-    state.ring_first = found.ring_first
-
-
-def _least(one: int | None, two: int) -> int:
-    return two if one is None else min(one, two)
+    if found.rings is not None:
+        state.rings = found.rings
 
 
 def _copied(pages: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:

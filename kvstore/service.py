@@ -375,8 +375,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.CheckpointRequest, context: Context
     ) -> kvstore_pb2.CheckpointResponse:
         with self._device(request.epoch) as device:
-            copies = device.checkpoint(request.slot, request.num_tokens, request.kind)
-            return kvstore_pb2.CheckpointResponse(copies=map(messages.tail_copy_message, copies))
+            return messages.checkpoint_message(device.checkpoint(request.slot, request.num_tokens, request.kind))
 
     async def Release(self, request: kvstore_pb2.ReleaseRequest, context: Context) -> kvstore_pb2.ReleaseResponse:
         with self._device(request.epoch) as device:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from kvstore.geometry import CacheGeometry, LayerGroup
-from kvstore.retention import pages_for, sealed_base
+from kvstore.retention import kept_pages, most_end_pages, pages_for, sealed_base
 from protos.page_hash import PAGE_TOKENS
 
 
@@ -46,7 +46,9 @@ def worst_pages(geometry: CacheGeometry, group: LayerGroup, num_tokens: int) -> 
     """Pages that a sequence of ``num_tokens`` tokens holds at most."""
     if group.mode == "dense":
         return pages_for(num_tokens)
-    return base_after(geometry, group, 0, num_tokens, 1) // PAGE_TOKENS if group.has_pages else 0
+    sealed = base_after(geometry, group, 0, num_tokens, 1) // PAGE_TOKENS if group.has_pages else 0
+    most = kept_pages(sealed, group.keep_every) + most_end_pages(group.window)
+    return sealed if group.keep_every == 1 else min(sealed, most)
 
 
 def _moves(geometry: CacheGeometry, group: LayerGroup, held: Held, num_tokens: int, step_tokens: int) -> bool:

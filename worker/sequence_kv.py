@@ -37,9 +37,12 @@ NewPages = Mapping[int, Mapping[str, Sequence[NewPage]]]
 
 @dataclass(frozen=True)
 class Kept:
-    """What ``keep_rows`` leaves for ``publish``: checksums of pages written, and tails to fill after the commit."""
+    """What ``keep_rows`` leaves for ``publish``: checksums of pages written, tails to fill after the commit, and of each
+    work the tokens that are there whatever becomes of its guesses.
+    """
 
     checksums: dict[tuple[str, int], int]
+    certain: list[int]
     late: list[tuple[SpanRows, int]]
     step: Step
 
@@ -104,9 +107,10 @@ class SequenceKv:
                 request_id=opened.request.request_id,
                 num_cached=answer.num_cached,
             )
+        kv_moves.copy_pages(self.kv, answer.copies)
         kv_moves.copy_tails(self.kv, answer.tail_copies)
         kv_moves.refill_tails(self.kv, answer.refills, "resume", self._on_gpu)
-        if answer.tail_copies or answer.refills:
+        if answer.copies or answer.tail_copies or answer.refills:
             self.kv.settle()
         return None
 
@@ -132,7 +136,12 @@ class SequenceKv:
         Returns:
             The new pages; those of dense groups are in the page tables already.
         """
-        wanted = [(w.sequence.slot, w.end, 1) for w in work if needs_pages(self._geometry, w.sequence, w.end, 1)]
+        wanted = []
+        for w in work:
+            # Guesses may all be taken back, and a rollback may follow: only what both leave dense behind is sealed.
+            step_tokens = self._geometry.margin + 1 + w.num_drafts if w.num_drafts else 1
+            if needs_pages(self._geometry, w.sequence, w.end, step_tokens):
+                wanted.append((w.sequence.slot, w.end, step_tokens))
         if not wanted:
             return {}
         new_pages = self._attachment.reserve(wanted)
@@ -169,7 +178,7 @@ class SequenceKv:
         checksums = kv_moves.pack(self.kv, jobs, step.workspace, self._on_gpu)
         kv_moves.fill_tails(self.kv, soon, step.workspace)
         self.kv.settle()
-        return Kept(checksums, late, step)
+        return Kept(checksums, [w.certain_end for w in work], late, step)
 
     def _laps(self, group: LayerGroup, base: int, w: Work) -> bool:
         """Whether a chunk's rows go over some of its rings that are needed until it is committed."""
@@ -183,9 +192,12 @@ class SequenceKv:
         if kept.late:
             kv_moves.fill_tails(self.kv, kept.late, kept.step.workspace)
             self.kv.settle()
-        self._seal(
-            [w.sequence for w in work if seals(self._geometry, w.sequence, w.sequence.num_computed, 1)], kept.checksums
-        )
+        due = [
+            (w.sequence, num_tokens)
+            for w, num_tokens in zip(work, kept.certain, strict=True)
+            if seals(self._geometry, w.sequence, num_tokens, 1)
+        ]
+        self._seal(due, kept.checksums)
         for w in work if self._tailed else ():
             num_tokens = w.sequence.num_computed
             keeps = not self._at_boundaries_only or num_tokens % PAGE_TOKENS == 0
@@ -194,17 +206,18 @@ class SequenceKv:
             elif num_tokens == w.sequence.junction:
                 self._keep_tails(w.sequence, "junction")
 
-    def _seal(self, due: Sequence[Seq], checksums: dict[tuple[str, int], int]) -> None:
+    def _seal(self, due: Sequence[tuple[Seq, int]], checksums: dict[tuple[str, int], int]) -> None:
+        """``due``: a sequence and the tokens that it may be sealed at."""
         if not due:
             return
-        for each in due:
+        for each, num_tokens in due:
             for group in self._geometry.groups:
                 if group.mode == "dense":
                     first = each.bases[group.name] // PAGE_TOKENS
-                    for page in each.pages[group.name][first : each.num_computed // PAGE_TOKENS]:
+                    for page in each.pages[group.name][first : num_tokens // PAGE_TOKENS]:
                         checksums[group.name, page] = page_checksum(self.kv.page_memory(group.name, page))
-        result = self._attachment.seal([(each.slot, each.num_computed, 1) for each in due], checksums)
-        for each in due:
+        result = self._attachment.seal([(each.slot, num_tokens, 1) for each, num_tokens in due], checksums)
+        for each, _ in due:
             each.bases.update(result.bases[each.slot])
             self._read_pages(each, self._packed)
 
@@ -219,7 +232,9 @@ class SequenceKv:
         if not num_tokens or not self._tailed:
             return
         if self._tails_hold(kept, num_tokens):
-            kv_moves.copy_tails(self.kv, self._attachment.checkpoint(kept.slot, num_tokens, kind))
+            checkpoint = self._attachment.checkpoint(kept.slot, num_tokens, kind)
+            kv_moves.copy_pages(self.kv, checkpoint.copies)
+            kv_moves.copy_tails(self.kv, checkpoint.tail_copies)
             self.kv.settle()
         else:
             self.num_checkpoints_skipped += 1
@@ -250,6 +265,7 @@ class SequenceKv:
         kv_moves.refill_tails(self.kv, truncated.refills, "rollback", self._on_gpu)
         self.kv.settle()
         cut.num_computed = min(cut.num_computed, truncated.num_tokens)
+        cut.drafts = []
         del cut.token_ids[num_tokens + 1 :]
         if next_token is not None:
             cut.token_ids[num_tokens:] = [next_token]
@@ -274,6 +290,7 @@ class SequenceKv:
         if isinstance(forked, Refused):
             return None
         child = replace(parent, request=request, token_ids=list(parent.token_ids), seen=Seen(), seed_reported=False)
+        child.drafts = list(parent.drafts)
         child.junction = 0  # the parent's checkpoint there serves both
         self._take(child, forked, promised)
         self._fill_fork(child, forked)
@@ -349,7 +366,8 @@ class SequenceKv:
         return scarcest
 
     def _num_pages(self, group: LayerGroup) -> int:
-        return self._attachment.arenas[group.name].num_pages
+        """Pages for sequences; the arena may have others behind them, for checkpoints."""
+        return len(self._attachment.control.pages[group.name])
 
     def _look_at_mode(self, ended: Seq) -> None:
         """Says once when a packed mode was asked for and does not pack."""

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore import client
+from kvstore.arena import bytes_for_pages
 from kvstore.client import (
     Admitted,
     Attachment,
+    Checkpointed,
     Forked,
     OpenRequest,
     PageCopy,
@@ -31,7 +33,7 @@ MODEL = CacheGeometry(
 )
 GEOMETRY = apply_mode(MODEL, "turboquant", "tq4", (1, 0))
 SLOTS, KEPT, PAGES = 3, 2, 24
-ARENA = PAGES * sum(group.page_bytes for group in GEOMETRY.groups) + (SLOTS + KEPT) * GEOMETRY.tail_bytes
+ARENA = bytes_for_pages(GEOMETRY, PAGES, SLOTS + KEPT, KEPT)
 PROMPT = list(range(700))
 
 
@@ -72,7 +74,10 @@ def prefill(attachment: Attachment, slot: int, num_tokens: int) -> None:
 
 def test_a_packed_sequence_from_open_to_exact_resume(store: StoreProcess) -> None:
     with attach(store) as a:
-        assert {name: arena.num_pages for name, arena in a.arenas.items()} == {"full": PAGES, "full-edges": PAGES}
+        assert {name: arena.num_pages for name, arena in a.arenas.items()} == {
+            "full": PAGES,
+            "full-edges": PAGES + KEPT,  # a checkpoint has a page for what is open
+        }
         assert {name: arena.num_pages for name, arena in a.tails.items()} == {"full": SLOTS + KEPT}
         first = opened(a)
         slot = first.slot
@@ -81,8 +86,11 @@ def test_a_packed_sequence_from_open_to_exact_resume(store: StoreProcess) -> Non
         prefill(a, slot, 700)
         assert {g.name: a.control.base(slot, g.name) for g in GEOMETRY.groups} == {"full": 512, "full-edges": 640}
         assert a.reserve([(slot, 700, 1)]) == {}
-        copies = a.checkpoint(slot, 700, "prompt_end")
-        assert copies == [TailCopy("full", slot, SLOTS)]
+        kept = a.checkpoint(slot, 700, "prompt_end")
+        open_page = a.control.sequence_pages(slot, "full-edges")[5]
+        assert kept == Checkpointed(
+            [PageCopy("full-edges", open_page, PAGES, 700 - 640)], [TailCopy("full", slot, SLOTS)]
+        )
         a.tails["full"].page(slot)[:4] = b"tail"
 
         pages = a.control.sequence_pages(slot, "full")
@@ -113,8 +121,8 @@ def test_a_packed_sequence_from_open_to_exact_resume(store: StoreProcess) -> Non
         a.release([slot, fork.slot])
 
         again = opened(a, [*PROMPT, 1, 2, 3], exact_only=True)
-        # The dense edge layers kept whole pages; the checkpoint's tail still covers the window there.
-        assert (again.num_cached, again.prefix_exact) == (640, True)
+        assert (again.num_cached, again.prefix_exact) == (700, True)
+        assert again.copies == [PageCopy("full-edges", PAGES, again.pages["full-edges"][5], 60)]
         assert again.tail_copies == [TailCopy("full", SLOTS, again.slot)]
         assert again.pages["full"] == pages
         nothing = opened(a, PROMPT, reuse=False)

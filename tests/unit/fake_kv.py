@@ -12,7 +12,7 @@ from types import TracebackType
 
 import numpy as np
 
-from kvstore.answers import Admitted, Forked, NewPage, Refused, SealResult, TailCopy, Truncated
+from kvstore.answers import Admitted, Checkpointed, Forked, NewPage, Refused, SealResult, Truncated
 from kvstore.client import OpenRequest
 from kvstore.geometry import CacheGeometry
 from kvstore.local import LocalAttachment
@@ -75,7 +75,7 @@ class FakeAttachment(LocalAttachment):
         self._called("fork")
         return super().fork(slot, request_id, max_tokens, frozen_request)
 
-    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> list[TailCopy]:
+    def checkpoint(self, slot: int, num_tokens: int, kind: str) -> Checkpointed:
         self._called("checkpoint")
         return super().checkpoint(slot, num_tokens, kind)
 

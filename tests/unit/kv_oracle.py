@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvstore.answers import Admitted, Forked, NewPage, PageCopy, Refill, Refused, Relinked, Split, TailCopy
+from kvstore.arena import bytes_for_pages
 from kvstore.device import Device, DeviceSpec, NewSequence
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from kvstore.group_pages import NO_PAGE
@@ -24,7 +25,7 @@ from protos.page_hash import PAGE_TOKENS, page_hashes
 WEIGHTS = b"w" * 16
 ROW = Region(0, "k", 1, 16, "float32")
 RATIO_4 = Region(1, "csa", 1, 16, "float32", ratio=4)
-PENDING = Region(1, "csa_pending", 1, 16, "float32", tail_only=True)
+PENDING = Region(1, "csa_pending", 1, 16, "float32", block=4, carry=4)
 
 FULL = LayerGroup("full", (ROW,), "turboquant", "tq4")
 DENSE = LayerGroup("edges", (ROW,))
@@ -33,6 +34,10 @@ SLIDING = LayerGroup("sliding", (ROW,), "fp8", window=384)  # larger than the de
 SHORT = LayerGroup("short", (ROW,), "turboquant", "tq3", window=200)
 COMPRESSED = LayerGroup("csa", (RATIO_4, PENDING), "turboquant", "tq4", window=64)
 DENSE_PENDING = LayerGroup("dense_csa", (RATIO_4, PENDING))
+RATIO_128 = Region(2, "hca", 1, 16, "float32", ratio=128)
+LONG_PENDING = Region(2, "hca_pending", 1, 16, "float32", block=128)
+V4_RAW = LayerGroup("raw", (ROW,), "turboquant", "tq4", window=128)
+V4_COMPRESSED = LayerGroup("compressed", (RATIO_4, PENDING, RATIO_128, LONG_PENDING))
 
 GEOMETRIES: dict[str, tuple[LayerGroup, ...]] = {
     "packed": (FULL,),
@@ -44,6 +49,11 @@ GEOMETRIES: dict[str, tuple[LayerGroup, ...]] = {
     "window and packed": (RING, FULL),
     "pending": (COMPRESSED, FULL),
     "dense pending": (DENSE_PENDING, DENSE),
+    "v4": (V4_RAW, V4_COMPRESSED),
+    "v4 checkpoints": (replace(V4_RAW, keep_every=4), V4_COMPRESSED),
+    "v4 window": (replace(V4_RAW, mode="window", preset=""), V4_COMPRESSED),
+    "v4 dense": (replace(V4_RAW, mode="dense", preset=""), V4_COMPRESSED),
+    "v4 packed": (replace(V4_RAW, keep_every=2), replace(V4_COMPRESSED, mode="turboquant", preset="tq4")),
 }
 
 
@@ -87,8 +97,8 @@ class Worker:
         checkpoint_slots: int = 2,
     ) -> None:
         self.geometry = CacheGeometry(groups, margin=margin, max_step_tokens=max_step_tokens)
-        tails = (max_sequences + checkpoint_slots) * self.geometry.tail_bytes
-        arena_bytes = num_pages * sum(group.page_bytes for group in groups) + tails
+        slots = max_sequences + checkpoint_slots
+        arena_bytes = bytes_for_pages(self.geometry, num_pages, slots, checkpoint_slots)
         self.device = Device.allocate(
             DeviceSpec("cpu:0", self.geometry, arena_bytes, max_sequences, max_tokens, WEIGHTS, checkpoint_slots)
         )
@@ -104,7 +114,11 @@ class Worker:
         self.packed_twice = 0  # rows
         self.digest = self.geometry.digest()
         self.tail_regions = {group.name: group.tail_regions for group in groups}
-        self.tail_tokens = {group.name: self.geometry.tail_tokens(group) for group in groups}
+        self.rings = {
+            (group.name, region.kind): self.geometry.ring_rows(group, region)
+            for group in groups
+            for region in group.tail_regions
+        }
 
     # --- calls ---
 
@@ -118,7 +132,7 @@ class Worker:
         e.append(prompt)
         assert 0 <= result.num_cached < len(prompt)
         self._wipe(result.slot)
-        self._move([], result.tail_copies, result.refills)
+        self._move(result.copies, result.tail_copies, result.refills)
         e.num_rows = result.num_cached
         e.pure = [self._was_pure(result.slot, t) for t in range(result.num_cached)]
         if exact_only:
@@ -126,8 +140,11 @@ class Worker:
         if result.prefix_exact:
             assert all(e.pure), "a prefix that is said to be exact has rows that are not"
             for group in self.geometry.groups:
-                for t in range(max(0, e.num_rows - group.effective_window + 1), e.num_rows):
-                    assert not self._dense_row(result.slot, group, ROW if ROW in group.regions else PENDING, t).lossy
+                for region in group.regions:
+                    n = e.num_rows
+                    first = max(0, n - group.effective_window + 1) if region == ROW else region.first_pending(n)
+                    for t in range(first, n):
+                        assert not self._dense_row(result.slot, group, region, t).lossy
         return result
 
     def prefill(self, slot: int, count: int) -> None:
@@ -144,12 +161,9 @@ class Worker:
         self._pack_and_seal(slot, end, 1, handed, workspace)
         for group in self.geometry.groups:
             if group.has_tail:
+                base = self.table.sequence(slot).groups[group.name].base
                 for t in range(first, end):  # what is behind the base was packed; writing it would wrap the ring
-                    keep = self.tail_tokens[group.name]
-                    if t >= max(self.table.sequence(slot).groups[group.name].base, end - keep):
-                        self._write_tail(slot, group, t, workspace[t])
-                    elif t >= end - keep and group.has_pending:
-                        self._write_tail(slot, group, t, workspace[t], pending_only=True)
+                    self._write_tail(slot, group, t, workspace[t], base=base, end=end)
 
     def decode(self, slot: int, tokens: list[int]) -> None:
         """One step that puts its tokens into the tail."""
@@ -177,8 +191,8 @@ class Worker:
         except (PreconditionFailed, CapacityError) as refused:
             assert refused.reason in ("TRUNCATE_TOO_DEEP", "ARENA_FULL")
             if refused.reason == "TRUNCATE_TOO_DEEP":
-                modes = {(g.mode, g.has_pending, bool(g.retained_window)) for g in self.geometry.groups}
-                assert any(mode == "window" or pending or freed for mode, pending, freed in modes)
+                groups = self.geometry.groups
+                assert any(g.retention != "all" or g.has_pending or g.retained_window for g in groups)
             after = {name: (list(s.pages), s.base) for name, s in self.table.sequence(slot).groups.items()}
             assert before == after
             return None
@@ -205,9 +219,9 @@ class Worker:
 
     def checkpoint(self, slot: int, kind: str = "turn_end") -> list[TailCopy]:
         self._log(slot)
-        copies = self.device.checkpoint(slot, self.expected[slot].num_rows, kind)
-        self._move([], copies, [])
-        return copies
+        kept = self.device.checkpoint(slot, self.expected[slot].num_rows, kind)
+        self._move(kept.copies, kept.tail_copies, [])
+        return kept.tail_copies
 
     def release(self, slot: int) -> None:
         self.device.release([slot])
@@ -240,7 +254,7 @@ class Worker:
         e = self.expected[slot]
         reach = -1  # the first token that no lossy row's window reaches
         for group in self.geometry.groups:
-            region = next((r for r in self.tail_regions[group.name] if r.ratio == 1), None)
+            region = next((r for r in self.tail_regions[group.name] if r == ROW), None)
             if region is not None:
                 window = group.effective_window
                 lossy = [
@@ -258,7 +272,7 @@ class Worker:
         if t < state.base and not region.tail_only:
             self.rows_read_packed += 1
             return self.pages[group.name, state.pages[t // PAGE_TOKENS]][region.kind, t % PAGE_TOKENS]
-        ring = self.tail_tokens[group.name] // region.ratio
+        ring = self.rings[group.name, region.kind]
         at, row = self.tails[group.name, slot][region.kind, t // region.ratio % ring]
         assert at == t // region.ratio, f"ring row of token {t} was overwritten by {at * region.ratio}"
         return row
@@ -277,11 +291,13 @@ class Worker:
                         row = Row(e.contents[t], pure=e.pure[t])
                         self.pages[group.name, page][region.kind, t % PAGE_TOKENS // region.ratio] = row
 
-    def _write_tail(self, slot: int, group: LayerGroup, t: int, row: Row, *, pending_only: bool = False) -> None:
+    def _write_tail(self, slot: int, group: LayerGroup, t: int, row: Row, *, base: int = 0, end: int = 0) -> None:
+        """Row of token t; of a chunk up to ``end`` what its rings keep, and of rows that go to pages from base on."""
         tail = self.tails.setdefault((group.name, slot), {})
         for region in self.tail_regions[group.name]:
-            if (t + 1) % region.ratio == 0 and (region.tail_only or not pending_only):
-                ring = self.tail_tokens[group.name] // region.ratio
+            ring = self.rings[group.name, region.kind]
+            kept = t // region.ratio >= end // region.ratio - ring and (region.tail_only or t >= base)
+            if (t + 1) % region.ratio == 0 and kept:
                 tail[region.kind, t // region.ratio % ring] = (t // region.ratio, row)
 
     def _pack_and_seal(
@@ -340,7 +356,7 @@ class Worker:
             group = self.geometry.group(refill.group)
             cells = self.tails.setdefault((refill.group, refill.tail_slot), {})
             for region in group.paged_regions:
-                ring = self.tail_tokens[group.name] // region.ratio
+                ring = self.rings[group.name, region.kind]
                 last = (refill.first_token + refill.num_tokens) // region.ratio
                 for index in range(refill.first_token // region.ratio, last):
                     page = refill.page_ids[(index - refill.first_token // region.ratio) // region.rows_per_page]
@@ -363,6 +379,8 @@ class Worker:
                     pure = pure and self._dense_row(slot, group, region, t).pure
                 elif group.has_pages and state.first_page <= t // PAGE_TOKENS < len(state.pages):
                     page = state.pages[t // PAGE_TOKENS]
+                    if page == NO_PAGE:
+                        continue
                     pure = pure and self.pages[group.name, page][region.kind, t % PAGE_TOKENS // region.ratio].pure
         return pure
 
@@ -409,7 +427,7 @@ class Worker:
             assert state.base <= n
             for region in group.regions:
                 if region.tail_only:
-                    for t in range(max(0, n - PAGE_TOKENS), n):
+                    for t in range(region.first_pending(n), n):
                         row = self._dense_row(slot, group, region, t)
                         assert (row.content, row.lossy) == (e.contents[t], False), f"pending row of token {t}"
                     continue

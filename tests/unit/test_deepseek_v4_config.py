@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from protos.errors import ConfigError, ModelError
 from tests.unit.deepseek_v4_tiny import TINY, tiny_config
 from worker.models.deepseek_v4_checkpoint import is_integer, kept_in_float32, tensors
 from worker.models.deepseek_v4_config import DeepseekV4Config
-from worker.models.deepseek_v4_geometry import COMPRESSED, RAW, cache_geometry, with_raw_mode
+from worker.models.deepseek_v4_geometry import COMPRESSED, RAW, cache_geometry, demand_raw_reach, with_raw_mode
 
 FLASH: dict[str, Any] = {
     **TINY,
@@ -80,12 +81,37 @@ def test_modes_of_the_raw_rows_on_flash() -> None:
     assert a_token(with_raw_mode(geometry, "turboquant", "tq4")) == (43 * 260, 6880)
     assert a_token(with_raw_mode(geometry, "fp8")) == (43 * 590, 6880)
     assert a_token(with_raw_mode(geometry, "window")) == (0, 6880)
-    raw, packed = a_token(with_raw_mode(geometry, "turboquant", "tq4", pack_compressed=True))
+    raw, packed = a_token(with_raw_mode(geometry, "turboquant", "tq4", pack_compressed="tq4"))
     records = 21 * (260 + 68) / 4 + 20 * 260 / 128  # 1762.6; a page's one HCA record is padded to 128-byte planes
     assert raw == 43 * 260 and records <= packed < 1800
-    with pytest.raises(ConfigError) as caught:
-        with_raw_mode(geometry, "window", pack_compressed=True)
-    assert caught.value.reason == "NO_MODEL_WINDOW"
+    least = with_raw_mode(geometry, "window", pack_compressed="tq4")
+    assert a_token(least) == (0, packed)
+    assert {region.kind for region in least.group(COMPRESSED).paged_regions} == {"csa", "hca", "index"}
+
+
+def test_retention_of_raw_rows_on_flash() -> None:
+    """Every raw row packed costs more than all else that V4 keeps; one page in 16 and nothing do not."""
+    geometry = cache_geometry(DeepseekV4Config.parse(FLASH), "bfloat16")
+    assert with_raw_mode(geometry, "turboquant", "tq4").bytes_per_token == 11180 + 6880
+    kept = with_raw_mode(geometry, "turboquant", "tq4", retention="checkpoints")
+    assert (kept.group(RAW).keep_every, kept.group(RAW).retention) == (16, "checkpoints")
+    assert kept.bytes_per_token == 11180 / 16 + 6880
+    assert with_raw_mode(geometry, "fp8", retention="checkpoints", keep_every=5).group(RAW).keep_every == 5
+    assert with_raw_mode(geometry, "window", retention="none") == with_raw_mode(geometry, "window")
+    for mode, retention in [("window", "all"), ("turboquant", "none"), ("dense", "checkpoints"), ("fp8", "some")]:
+        with pytest.raises(ConfigError, match=f"does not go with their mode {mode}") as caught:
+            with_raw_mode(geometry, mode, "tq4" if mode == "turboquant" else "", retention=retention)
+        assert caught.value.reason == "RETENTION_MISMATCH"
+
+
+def test_raw_rows_that_are_read_past_the_window_stay_dense() -> None:
+    geometry = cache_geometry(DeepseekV4Config.parse(FLASH), "bfloat16")
+    demand_raw_reach(geometry, 0)
+    for changed in (with_raw_mode(geometry, "turboquant", "tq4"), with_raw_mode(geometry, "window")):
+        demand_raw_reach(changed, 128)
+        with pytest.raises(ConfigError) as caught:
+            demand_raw_reach(changed, 0)
+        assert caught.value.reason == "DENSE_REACH_PAST_WINDOW"
 
 
 def test_pending_rows_are_float32_rings_deeper_than_their_block_and_the_margin() -> None:
@@ -100,8 +126,11 @@ def test_pending_rows_are_float32_rings_deeper_than_their_block_and_the_margin()
         assert plane.region.dtype == "float32" and heads == 2
         assert dim == {"csa_pending": 1024, "hca_pending": 512, "index_pending": 256}[kind]
         block = ratio if kind == "hca_pending" else 2 * ratio
-        assert rows >= block - 1 + geometry.margin + geometry.max_step_tokens
+        assert 0 <= rows - (block - 1 + geometry.margin + 3 * geometry.max_step_tokens) < 8
     assert len(rings) == 21 * 2 + 20
+    assert geometry.tail_bytes == sum(p.num_bytes for p in rings.values()) == 26_460_160
+    plain = replace(geometry, max_step_tokens=1)  # without drafts; at rings of the blocks alone it would be 12.2 MB
+    assert plain.tail_bytes == 19_333_120
 
 
 def test_names_and_shapes_of_the_official_checkpoint() -> None:

@@ -17,6 +17,7 @@ from kvstore.geometry import (
     LayerGroup,
     Region,
     apply_mode,
+    demand_dense_reach,
     demand_same_geometry,
 )
 from protos.errors import ConfigError, PreconditionFailed
@@ -51,10 +52,19 @@ def geometries(draw: st.DrawFn, packed: bool = True) -> CacheGeometry:
         if mode == "fp8":
             regions = tuple(dataclasses.replace(r, dim=r.dim + r.dim % 2) for r in regions)
         if draw(st.booleans()):
-            regions += (Region(41, "pending", 1, 64, "float32", tail_only=True),)
+            block, carry = draw(st.sampled_from([(4, 4), (4, 0), (128, 0), (16, 3)]))
+            regions += (Region(41, "pending", 1, 64, "float32", block=block, carry=carry),)
         window = draw(st.sampled_from([100, 128, 4096] if mode == "window" else [0, 128, 4096]))
         groups.append(
-            LayerGroup(name, regions, mode, preset, window, dense_window=draw(st.sampled_from([64, 128, 256])))
+            LayerGroup(
+                name,
+                regions,
+                mode,
+                preset,
+                window,
+                dense_window=draw(st.sampled_from([64, 128, 256])),
+                keep_every=draw(st.sampled_from([1, 2, 16])) if window == 128 and mode in ("fp8", "turboquant") else 1,
+            )
         )
     geometry = CacheGeometry(tuple(groups), margin=draw(st.integers(0, 64)), max_step_tokens=draw(st.integers(1, 20)))
     return geometry.with_page_layout(draw(st.sampled_from([1, 2])))
@@ -96,7 +106,7 @@ def test_digests_are_equal_exactly_where_geometries_are(one: CacheGeometry, two:
 
 def test_digest_is_frozen() -> None:
     # Workers and stores of different builds compare it; a changed layout needs a new LAYOUT_VERSION.
-    assert llama().digest().hex() == "9d0f1e3634343980df72fa8ea813abdb"
+    assert llama().digest().hex() == "44d17f89e29a98c1d6205f9eb74d48d3"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +118,8 @@ def test_digest_is_frozen() -> None:
         {"dim": 128},
         {"dtype": "bfloat16"},
         {"ratio": 4},
-        {"tail_only": True},
+        {"block": 4},
+        {"block": 4, "carry": 4},
     ],
 )
 def test_digest_covers_every_field_of_a_region(change: dict[str, object]) -> None:
@@ -123,12 +134,14 @@ def test_digest_covers_group_and_geometry_fields() -> None:
         CacheGeometry((group,)).digest(),
         CacheGeometry((dataclasses.replace(group, name="window"),)).digest(),
         CacheGeometry((dataclasses.replace(group, window=128),)).digest(),
+        CacheGeometry((dataclasses.replace(group, mode="fp8", window=128),)).digest(),
+        CacheGeometry((dataclasses.replace(group, mode="fp8", window=128, keep_every=2),)).digest(),
         CacheGeometry((dataclasses.replace(group, regions=group.regions[::-1]),)).digest(),
         CacheGeometry((group,), margin=17).digest(),
         CacheGeometry((group,), layout_version=LAYOUT_VERSION + 1).digest(),
         CacheGeometry((group,)).with_page_layout(2).digest(),
     }
-    assert len(digests) == 7
+    assert len(digests) == 9
 
 
 def test_layers_of_different_width_and_k_unlike_v() -> None:
@@ -170,8 +183,8 @@ def test_what_is_refused_by_name(build: object, words: str) -> None:
 def test_summary_and_description_name_the_sizes() -> None:
     assert "30 layers, dense, 5898240 B/page" in llama().summary()
     assert llama(num_layers=1).describe().splitlines() == [
-        "layout 2 planes 1 page 128 margin 16 step 9",
-        "group full mode dense preset - window 0 dense_window 128 page_bytes 196608 tail 0 tokens 0 bytes",
+        "layout 3 planes 1 page 128 margin 16 step 9",
+        "group full mode dense preset - window 0 dense_window 128 keep_every 1 page_bytes 196608 tail 0 tokens 0 bytes",
         "  page 0.k rows ratio 1 3x64 float32 dense at 0",
         "  page 0.v rows ratio 1 3x64 float32 dense at 98304",
     ]
@@ -242,7 +255,7 @@ def test_page_layout_is_the_makers_choice_and_decides_bytes() -> None:
     assert fragments.group("full").page_bytes == 2 * 4 * 128 * (48 + 4)
     assert fragments.group("full-edges").page_bytes == rows.group("full-edges").page_bytes
     assert rows.bytes_per_token - fragments.bytes_per_token == 2 * 4 * 4
-    assert "planes 2" in fragments.summary() and fragments.describe().startswith("layout 2 planes 2 ")
+    assert "planes 2" in fragments.summary() and fragments.describe().startswith("layout 3 planes 2 ")
     message = fragments.to_proto()
     assert message.page_layout_version == 2 and CacheGeometry.from_proto(message) == fragments
     for unknown in (0, 3):  # 0: a peer that does not know the field
@@ -281,14 +294,46 @@ def test_a_tail_holds_what_the_bound_says_whatever_the_length(geometry: CacheGeo
             assert (geometry.tail_tokens(group), geometry.tail_slot_bytes(group)) == (0, 0)
             continue
         tokens = geometry.tail_tokens(group)
-        assert tokens % 128 == 0
-        assert 0 <= tokens - (group.effective_window + geometry.margin + 128 + 3 * geometry.max_step_tokens) < 128
+        assert tokens % 128 == 0 and (tokens == 0) == (group.mode == "dense")
+        slack = geometry.margin + 3 * geometry.max_step_tokens
+        assert group.mode == "dense" or 0 <= tokens - (group.effective_window + 128 + slack) < 128
         end = 0
         for plane in geometry.tail_planes(group):
-            assert plane.shape == (tokens // plane.region.ratio, plane.region.heads, plane.region.dim)
+            region, rows = plane.region, geometry.ring_rows(group, plane.region)
+            assert plane.shape == (rows, region.heads, region.dim)
+            if region.tail_only:  # any length's need, a rollback of the margin, the steps under way; and little more
+                deepest = max(n - region.first_pending(n) for n in range(1, 300))
+                assert deepest == region.pending_reach and 0 <= rows - (deepest + slack) < 8
+            else:
+                assert rows == tokens // region.ratio
             assert end <= plane.offset < end + PLANE_ALIGNMENT
             end = plane.offset + plane.num_bytes
         assert end <= geometry.tail_slot_bytes(group) < end + PLANE_ALIGNMENT
+
+
+@pytest.mark.parametrize(("block", "carry"), [(4, 4), (128, 0), (16, 0)])
+def test_which_pending_rows_a_length_needs(block: int, carry: int) -> None:
+    """Those of the block under way and, where blocks overlap, of the one before; at a boundary of blocks only that."""
+    pending = Region(0, "pending", 2, 64, "float32", block=block, carry=carry)
+    for n in range(600):
+        own = n - n % block
+        assert pending.first_pending(n) == max(0, own - carry)
+        assert n - pending.first_pending(n) <= pending.pending_reach
+    assert dataclasses.replace(pending, block=0, carry=0).first_pending(77) == 77
+
+
+@pytest.mark.parametrize("mode", ["dense", "turboquant"])
+def test_what_laps_a_ring(mode: str) -> None:
+    regions = (Region(0, "csa", 1, 64, "float32", ratio=4), Region(0, "p", 2, 64, "float32", block=4, carry=4))
+    group = LayerGroup("g", regions, mode, "tq4" if mode == "turboquant" else "")
+    geometry = CacheGeometry((group,), margin=3, max_step_tokens=1)
+    ring = geometry.ring_rows(group, regions[1])  # 7 + 3 + 3, in eights
+    assert ring == 16
+    for start in (0, 101, 102, 103, 104):
+        oldest = regions[1].first_pending(start)
+        assert not geometry.laps(group, 0, start, oldest + ring)
+        assert geometry.laps(group, 0, start, oldest + ring + 1)
+    assert geometry.laps(group, 0, 384, 385) == (mode == "turboquant")  # the ring of rows that go to pages: 384
 
 
 def test_which_window_stays_dense() -> None:
@@ -306,7 +351,7 @@ def test_which_window_stays_dense() -> None:
 
 def test_pending_rows_have_a_ring_and_no_page_even_in_mode_dense() -> None:
     compressed = Region(0, "csa", 1, 64, "float32", ratio=4)
-    group = LayerGroup("csa", (compressed, Region(0, "csa_pending", 1, 64, "float32", tail_only=True)))
+    group = LayerGroup("csa", (compressed, Region(0, "csa_pending", 1, 64, "float32", block=4, carry=4)))
     geometry = CacheGeometry((group,))
     assert group.page_bytes == 32 * 64 * 4
     assert [plane.region.kind for plane in geometry.tail_planes(group)] == ["csa_pending"]
@@ -342,8 +387,22 @@ def test_a_pinned_layer_of_a_two_group_model_is_pinned_by_its_number() -> None:
             "no codec",
         ),
         (lambda: LayerGroup("g", (dataclasses.replace(K, dim=81),), "fp8"), "NO_CODEC_FOR_WIDTH", "8 to 2047, even"),
-        (lambda: LayerGroup("g", (dataclasses.replace(K, tail_only=True),)), "BAD_CONFIG", "tail_only regions alone"),
-        (lambda: dataclasses.replace(K, tail_only=True, ratio=4), "BAD_CONFIG", "a row a token"),
+        (lambda: LayerGroup("g", (dataclasses.replace(K, block=4),)), "BAD_CONFIG", "tail_only regions alone"),
+        (lambda: dataclasses.replace(K, block=4, ratio=4), "BAD_CONFIG", "a row a token"),
+        (lambda: dataclasses.replace(K, block=3), "BAD_CONFIG", "do not fill a page"),
+        (lambda: dataclasses.replace(K, block=-4), "BAD_CONFIG", "do not fill a page"),
+        (lambda: dataclasses.replace(K, carry=4), "BAD_CONFIG", "waits for no block"),
+        (lambda: dataclasses.replace(K, block=4, carry=-1), "BAD_CONFIG", "waits for no block"),
+        (lambda: LayerGroup("g", (K,), "fp8", window=128, keep_every=0), "BAD_CONFIG", "keep_every"),
+        *(
+            (lambda g=g: LayerGroup("g", (K,), **g, keep_every=2), "PAGES_STILL_READ", "cannot leave out pages")  # type: ignore[misc]
+            for g in (
+                {"mode": "fp8"},
+                {"mode": "fp8", "window": 257},
+                {"mode": "dense", "window": 128},
+                {"mode": "window", "window": 128},
+            )
+        ),
         (lambda: apply_mode(llama(4), "turboquant", "tq4", (2, 2)), "MODE_NOT_ENGAGED", "would not engage"),
         (lambda: apply_mode(llama(4), "dense", "", (1, 0)), "BAD_CONFIG", "pin nothing"),
         (lambda: apply_mode(llama(4), "window"), "NO_MODEL_WINDOW", "would drop tokens"),
@@ -372,3 +431,30 @@ def test_kv_of_another_mode_or_head_count_is_refused_with_both_sides() -> None:
             demand_same_geometry(llama(4), changed, "sequence 'r'")
         assert caught.value.reason == "GEOMETRY_MISMATCH"
         assert words in (caught.value.given or "") or "page_bytes" in (caught.value.given or "")
+
+
+@pytest.mark.parametrize("mode", ["dense", "fp8", "turboquant", "window"])
+def test_a_reader_past_the_dense_window_is_refused_where_rows_behind_it_are_packed(mode: str) -> None:
+    """The ablation of V4 that attends to all raw rows: possible in mode dense, another model in any other."""
+    group = v4_raw(mode, "tq4" if mode == "turboquant" else "")
+    for reach in (1, 127, 128):
+        demand_dense_reach(group, reach, "raw attention")
+    for reach in (129, 4096, 0):
+        if mode == "dense":
+            demand_dense_reach(group, reach, "raw attention")
+            continue
+        with pytest.raises(ConfigError, match=f"raw attention reads rows .*mode {mode} does not keep dense") as caught:
+            demand_dense_reach(group, reach, "raw attention")
+        assert caught.value.reason == "DENSE_REACH_PAST_WINDOW"
+
+
+def test_a_group_that_leaves_pages_out_says_so_and_takes_less() -> None:
+    every = CacheGeometry((v4_raw("turboquant", "tq4"),))
+    some = CacheGeometry((dataclasses.replace(every.groups[0], keep_every=16),))
+    assert (every.groups[0].retention, some.groups[0].retention) == ("all", "checkpoints")
+    assert v4_raw("window").retention == "none"
+    assert (every.bytes_per_token, some.bytes_per_token) == (260, 260 / 16)
+    assert some.modes == "raw turboquant tq4 1/16" and "keep_every 16" in some.describe()
+    with pytest.raises(PreconditionFailed) as caught:
+        demand_same_geometry(every, some, "sequence 'r'")
+    assert caught.value.reason == "MODE_MISMATCH"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -347,21 +348,22 @@ def test_a_truncate_to_a_kept_boundary_is_as_exact_as_the_boundary(inexact: bool
 
 
 def test_a_refused_truncate_changes_nothing_of_what_the_rings_hold() -> None:
-    w = Worker((RING,), num_pages=0)
+    w = Worker((DENSE_PENDING,), num_pages=16)
     slot = opened(w, 1000)
-    state = w.table.sequence(slot).groups["ring"]
-    before = state.ring_first
+    state = w.table.sequence(slot).groups["dense_csa"]
+    before = state.rings
     with pytest.raises(PreconditionFailed):
         w.table.truncate(slot, 10, 1300, lambda a, b: TOKENS[a:b])
-    assert state.ring_first == before == 1000 - state.tail_tokens
+    assert state.rings == before == replace(before, first=0, written=1000)
 
 
 def test_a_checkpoint_before_any_seal_knows_what_its_ring_holds() -> None:
-    w = Worker((RING,), num_pages=0)
-    slot = admitted(w.open("", TOKENS[:1000], 1000))
-    (copy,) = w.table.checkpoint(slot, 1000, "turn_end", lambda a, b: TOKENS[a:b])
-    state = w.table.sequence(slot).groups["ring"]
-    assert w.table._kept_tails[copy.to_slot].ring_firsts == {"ring": 1000 - state.tail_tokens}
+    w = Worker((DENSE_PENDING,), num_pages=16)
+    slot = admitted(w.open("", TOKENS[:100], 100))
+    w._reserve(slot, 100, 1)
+    assert w.table.checkpoint(slot, 100, "turn_end", lambda a, b: TOKENS[a:b]).tail_copies
+    (checkpoint,) = w.table.checkpoints.checkpoints
+    assert w.table._kept.tails(checkpoint).rings["dense_csa"].written == 100
 
 
 # --- fork ---
@@ -480,12 +482,13 @@ def test_a_checkpoint_resumes_exactly(groups: tuple[object, ...]) -> None:
     w.release(slot)
     answer = w.open("", TOKENS[:900], 1000, exact_only=True)
     assert isinstance(answer, Admitted)
-    assert (answer.num_cached, answer.prefix_exact) == (640 if DENSE in groups else 700, True)
+    assert (answer.num_cached, answer.prefix_exact) == (700, True)
+    w.check()
     assert answer.tail_copies
     assert not answer.refills
     again = w.open("", TOKENS[:700], 1000)  # the same prompt: all but its last token
     assert isinstance(again, Admitted)
-    assert (again.num_cached, again.prefix_exact) == (640 if DENSE in groups else 699, True)
+    assert (again.num_cached, again.prefix_exact) == (699, True)
     w.check()
     for admitted_slot in (answer.slot, again.slot):
         w.prefill(admitted_slot, 500)
@@ -530,7 +533,7 @@ def test_a_copy_that_the_worker_never_made_is_no_checkpoint() -> None:
         w.table.confirm()
         copies = w.table.checkpoint(slot, 300, "turn_end", lambda a, b: TOKENS[a:b])
         if goodbye:
-            w._move([], copies, [])
+            w._move(copies.copies, copies.tail_copies, [])
         w.detach(goodbye=goodbye)
         answer = w.open("", TOKENS[:400], 500)
         assert isinstance(answer, Admitted)
