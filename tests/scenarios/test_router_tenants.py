@@ -24,6 +24,9 @@ from tests.scenarios.fake_worker import Script
 from tests.scenarios.router_harness import ONCE, Harness, answer, cluster, until
 from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
 
+HANG_S = 20.0
+"""A bound on what would otherwise hang; nothing is measured by it."""
+
 ENDLESS = Script([5, 6], endless=True, every_s=0.002)
 TOKENS = {tenant: new_token() for tenant in ("a", "b")}
 
@@ -76,6 +79,7 @@ async def test_others_are_refused_by_name_on_every_method_before_their_message_i
         rpc.channel(it.address) as channel,
     ):
         stub = router_pb2_grpc.RouterStub(channel)
+        no_message: Any = channel.stream_stream("/tailpack.v1.Router/Generate")
         cancel_raw: Any = channel.unary_unary("/tailpack.v1.Router/Cancel")
         with capture_logs() as logs:
             for sent, reason, status in (
@@ -96,6 +100,7 @@ async def test_others_are_refused_by_name_on_every_method_before_their_message_i
                     stub.Cancel(router_pb2.CancelRequest(request_id="r"), metadata=sent),
                     stub.Stats(router_pb2.StatsRequest(), metadata=sent),
                     stub.ListWorkers(router_pb2.ListWorkersRequest(), metadata=sent),
+                    no_message(metadata=sent, timeout=HANG_S).read(),  # an answer to what was never sent
                     cancel_raw(b"\xff\xff", metadata=sent),  # UNREADABLE_MESSAGE, had anybody looked at it
                 ]
                 for call in calls:
@@ -141,8 +146,7 @@ async def test_a_tenant_s_request_ids_are_invisible_to_others(folder: Path, tmp_
     ):
         await anext(running)
         assert not await b.cancel("mine")
-        with pytest.raises(errors.InvalidRequest, match="BAD_REQUEST_ID"):
-            await b.cancel("a/mine")
+        assert not await b.cancel("a/mine")
         error = await refused(a, request_id="mine")
         assert error.reason == "DUPLICATE_REQUEST"
         async with aclosing(b.generate("hi", request_id="mine")) as same_id:  # no collision that would tell
@@ -266,6 +270,5 @@ async def test_a_caller_without_a_tenant_cannot_spell_another_s_request(folder: 
         aclosing(a.generate("hi", request_id="mine")) as running,
     ):
         await anext(running)
-        with pytest.raises(errors.InvalidRequest, match="BAD_REQUEST_ID"):
-            await it.client.cancel("a/mine")
+        assert not await it.client.cancel("a/mine")
         assert (await anext(running)).token_ids
