@@ -280,6 +280,11 @@ _TOKEN = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")
 
 
+def is_id(text: str) -> bool:
+    """Whether a request or a tenant may have this id."""
+    return _TOKEN.match(text) is not None
+
+
 @dataclass(frozen=True)
 class CallMetadata:
     """What a caller says about a call besides its message."""
@@ -287,6 +292,7 @@ class CallMetadata:
     request_id: str
     tenant: str = ""
     traceparent: str = ""
+    own_id: bool = True  # the caller's; else the id was made up here
 
 
 # The tenant that a token has proved, for the rest of this call's task: from _TenantInterceptor to call_metadata.
@@ -310,7 +316,7 @@ def read_metadata(sent: list[tuple[str, str]], proved_tenant: str | None = None)
     """
     pairs = {key: _only(key, sent) or "" for key in ("x-request-id", "x-tenant")}
     for key, value in pairs.items():
-        if value and not _TOKEN.match(value):
+        if value and not is_id(value):
             raise errors.InvalidRequest(
                 f"metadata {key} is malformed", given=repr(value[:64]), allowed="1 to 128 of A-Z a-z 0-9 . _ : -"
             )
@@ -319,6 +325,7 @@ def read_metadata(sent: list[tuple[str, str]], proved_tenant: str | None = None)
         request_id=pairs["x-request-id"] or new_request_id(),
         tenant=pairs["x-tenant"] if proved_tenant is None else proved_tenant,
         traceparent=traceparent if _TRACEPARENT.match(traceparent) else "",
+        own_id=bool(pairs["x-request-id"]),
     )
 
 

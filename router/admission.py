@@ -48,6 +48,7 @@ class Call:
     """What a caller says about a request besides the request, whichever door it came through.
 
     remaining_s: seconds until the caller's deadline, None without one. door: "grpc", "http" or "kserve".
+    own_id: its caller chose the request id, and may send it again.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class Call:
     traceparent: str = ""
     remaining_s: Callable[[], float | None] = field(default=_no_deadline)
     door: str = "grpc"
+    own_id: bool = True
 
     @property
     def sequence_id(self) -> str:
@@ -91,6 +93,7 @@ class Admission:
 
     @property
     def num_in_flight(self) -> int:
+        """Requests, and further streams of some."""
         return len(self._cancels)
 
     @property
@@ -99,17 +102,18 @@ class Admission:
         oldest_ns = next(iter(self._entered_ns.values()), None)
         return 0.0 if oldest_ns is None else (time.monotonic_ns() - oldest_ns) / 1e9
 
-    async def enter(self, call: Call, cancel: Callable[[], None]) -> None:
+    async def enter(self, call: Call, cancel: Callable[[], None], *, key: str | None = None) -> None:
         """Takes a request in, until leave(). Waits, at most ID_FREE_S, for an aborted one of its id to be gone.
 
         Args:
             cancel: ends the request; what cancel() here calls.
+            key: of a further stream of a request, instead of its sequence id.
 
         Raises:
             Unavailable: DRAINING. CapacityError: TOO_MANY_REQUESTS, TENANT_LIMIT_REQUESTS, TENANT_LIMIT_TOKENS.
             InvalidRequest: BAD_REQUEST_ID. AlreadyExists: DUPLICATE_REQUEST.
         """
-        wanted = call.sequence_id
+        wanted = key or call.sequence_id
         await self._id_free(wanted)
         if self.draining:
             raise Unavailable(
@@ -123,7 +127,7 @@ class Admission:
                 allowed=f"{self._max_in_flight}",
                 retry_after_ms=1000,
             )
-        if len(wanted) > MAX_SEQUENCE_ID_BYTES:
+        if len(call.sequence_id) > MAX_SEQUENCE_ID_BYTES:
             raise InvalidRequest(
                 "tenant and request id are too long together",
                 reason="BAD_REQUEST_ID",
@@ -137,9 +141,10 @@ class Admission:
         self._entered_ns[wanted] = time.monotonic_ns()
         self._idle.clear()
 
-    def leave(self, call: Call) -> None:
-        """The request has ended."""
-        del self._cancels[call.sequence_id], self._entered_ns[call.sequence_id]
+    def leave(self, call: Call, *, key: str | None = None) -> None:
+        """The request, or the stream of this key, has ended."""
+        entered = key or call.sequence_id
+        del self._cancels[entered], self._entered_ns[entered]
         self._tenants.leave(call.tenant)
         if not self._cancels:
             self._idle.set()

@@ -67,13 +67,15 @@ class Answer:
         self._num_retries = 0
 
     async def __aenter__(self) -> Self:
-        self._requests.counters.requests += 1
+        self._arrive()
         try:
             await self._enter()
             self._first = await self._begin()
         except BaseException as error:
             self._end(error)
             raise
+        if self._relay is not None and (first_ns := self._relay.pace.first_ns) is not None:
+            self._requests.metrics.ttft.observe((first_ns - self._started_ns) / 1e9)
         return self
 
     async def __aexit__(
@@ -97,7 +99,7 @@ class Answer:
 
     def refuse(self, error: BaseException) -> None:
         """Counts and logs a request that ends before it is entered."""
-        self._requests.counters.requests += 1
+        self._arrive()
         self._end(error)
 
     def cancel(self) -> None:
@@ -107,6 +109,9 @@ class Answer:
             self._relay.cancel()
 
     # --- placing ---
+
+    def _arrive(self) -> None:
+        self._requests.counters.requests += 1
 
     async def _enter(self) -> None:
         """Admits it; what it holds is in _held."""
@@ -330,8 +335,6 @@ class Answer:
             return
         counters.prompt_tokens += self._num_prompt_tokens
         counters.output_tokens += relay.num_tokens
-        if relay.pace.first_ns is not None:
-            metrics.ttft.observe((relay.pace.first_ns - self._started_ns) / 1e9)
         if relay.last_output is not None and relay.num_tokens:
             usage = relay.last_output.usage
             metrics.reused(usage.cached_prompt_tokens, usage.prefix_exact)

@@ -124,7 +124,7 @@ class RouterCollector(LazyCollector):
         yield CounterMetricFamily(
             "tailpack_router_retries", "Requests placed again before anything was emitted.", value=counters.retries
         )
-        yield GaugeMetricFamily("tailpack_router_in_flight", "Requests in flight.", value=admission.num_in_flight)
+        yield GaugeMetricFamily("tailpack_router_in_flight", "Requests in flight.", value=requests.num_in_flight)
         yield GaugeMetricFamily(
             "tailpack_router_oldest_request_age_seconds",
             "Age of the request that is longest in flight; 0: none is.",

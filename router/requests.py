@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from protos import router_pb2, rpc, types_pb2
@@ -20,6 +21,7 @@ from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES, A
 from router.generation import Answer
 from router.metrics import RequestMetrics, histogram_message
 from router.registry import Registry, TokenizerFacts
+from router.resume import Resumables
 from router.tenants import NO_LIMITS, TenantLimits, Tenants
 from router.tokenizer import Tokenizer
 
@@ -28,7 +30,13 @@ CANCEL_TIMEOUT_S = 2.0
 
 @dataclass
 class Counters:
-    """Of one router, since it started. requests = finished + cancelled + failed + rejected + in flight."""
+    """Of one router, since it started. requests = finished + cancelled + failed + rejected + in flight.
+
+    A call of Generate counts as a request, also one that joins an answer; a call of Resume does not. A resumable
+    request whose call is lost ends here as cancelled (its log line says DETACHED), though it runs on: whoever goes on
+    with it counts in resumes. output_tokens are those that callers were sent: two that read one answer count twice.
+    prompt_tokens are of requests that were placed, once each.
+    """
 
     requests: int = 0
     finished: int = 0
@@ -38,6 +46,7 @@ class Counters:
     prompt_tokens: int = 0
     output_tokens: int = 0
     retries: int = 0
+    resumes: int = 0
 
 
 class Requests:
@@ -84,6 +93,7 @@ class Requests:
         self.registry = Registry(addresses, self.router_id, incarnation, facts, self._workers_changed, tls=worker_tls)
         self.tenants = Tenants(limits_of, time.monotonic)
         self.admission = Admission(max_in_flight, max_request_bytes, self.registry.knows, self.tenants)
+        self.resumables = Resumables(self)
 
     def start(self) -> None:
         self.registry.start()
@@ -98,11 +108,22 @@ class Requests:
         self._workers_changed()
         return await self.admission.drain(grace_s)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Requests whose calls are open."""
+        return self.admission.num_in_flight - self.resumables.num_resumed
+
     # --- what the doors ask for ---
 
-    def answer(self, request: router_pb2.GenerateRequest, call: Call) -> Answer:
-        """The answer to a request: an async context manager to iterate over. Leaving it ends what still runs."""
+    def answer(self, request: router_pb2.GenerateRequest, call: Call) -> AbstractAsyncContextManager[Answer]:
+        """The answer to a request: enter it, iterate over it. Leaving it ends what is not resumable."""
+        if request.resumable:
+            return self.resumables.generate(request, call)
         return Answer(self, request, call)
+
+    def resume(self, request: router_pb2.ResumeRequest, call: Call) -> AbstractAsyncContextManager[Answer]:
+        """The answer to a resumable request behind what the caller has. ``call``: its own, under that request's id."""
+        return self.resumables.resume(request, call)
 
     async def cancel(self, request_id: str, tenant: str) -> bool:
         """Ends a request of this tenant, also one that another router serves. False: there is none.
@@ -110,6 +131,8 @@ class Requests:
         Raises:
             TailpackError: a worker cannot be asked, so that "none" would be a guess.
         """
+        if not rpc.is_id(request_id):
+            return False  # and "a/b" of no tenant must not be "b" of tenant "a"
         wanted = sequence_id(tenant, request_id)
         if self.admission.cancel(wanted):
             return True
@@ -128,7 +151,8 @@ class Requests:
         return router_pb2.StatsResponse(
             router_id=self.router_id,
             uptime_ns=time.monotonic_ns() - self._started_ns,
-            in_flight=self.admission.num_in_flight,
+            in_flight=self.num_in_flight,
+            streams=self.admission.num_in_flight,
             ttft=histogram_message(self.metrics.ttft),
             itl=histogram_message(self.metrics.itl),
             switches=self._switches,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from protos import router_pb2, router_pb2_grpc, rpc
-from protos.errors import InvalidRequest, NotBuilt
+from protos.errors import InvalidRequest
 from router.admission import Call
 from router.requests import Requests
 
@@ -28,7 +28,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         metadata = rpc.call_metadata(context)
         await context.send_initial_metadata((("x-request-id", metadata.request_id),))
-        call = Call(metadata.request_id, metadata.tenant, metadata.traceparent, context.time_remaining)
+        call = Call(
+            metadata.request_id,
+            metadata.tenant,
+            metadata.traceparent,
+            context.time_remaining,
+            own_id=metadata.own_id,
+        )
         async with self._requests.answer(request, call) as answer:
             async for chunk in answer:
                 yield chunk
@@ -36,8 +42,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Resume(
         self, request: router_pb2.ResumeRequest, context: Any
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        raise NotBuilt("streams cannot be resumed yet", given="Resume")
-        yield
+        metadata = rpc.call_metadata(context)
+        if not request.request_id:
+            raise InvalidRequest("request_id is empty", reason="EMPTY_REQUEST_ID")
+        call = Call(request.request_id, metadata.tenant, metadata.traceparent, context.time_remaining)
+        async with self._requests.resume(request, call) as answer:
+            await context.send_initial_metadata((("x-request-id", request.request_id),))
+            async for chunk in answer:
+                yield chunk
 
     async def Cancel(self, request: router_pb2.CancelRequest, context: Any) -> router_pb2.CancelResponse:
         tenant = rpc.call_metadata(context).tenant

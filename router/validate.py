@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protos import router_pb2, types_pb2
 from protos.errors import InvalidRequest, NotBuilt, TooLarge
-from protos.limits import check_sampling, check_stop, check_token_ids
+from protos.limits import MAX_RESUME_GRACE_MS, check_sampling, check_stop, check_token_ids
 
 MAX_PROMPT_BYTES = 8 << 20
 MAX_MESSAGES = 4096
@@ -21,7 +21,7 @@ def check_request(request: router_pb2.GenerateRequest) -> None:
         InvalidRequest, TooLarge: as check_values.
         NotBuilt: a feature that this version does not have was asked for.
     """
-    for field in ("tools_json", "json_schema", "lora_adapter", "resumable"):
+    for field in ("tools_json", "json_schema", "lora_adapter"):
         if getattr(request, field):
             raise NotBuilt(f"{field} is not built in this version", given=field, hint=f"leave {field} empty")
     check_values(request)
@@ -41,9 +41,27 @@ def check_values(request: router_pb2.GenerateRequest) -> None:
             given=request.prefix_reuse,
             allowed=", ".join(types_pb2.PrefixReuse.keys()),
         )
+    _check_grace(request)
     _check_prompt(request)
     check_sampling(request.sampling)
     _check_stops(request)
+
+
+def _check_grace(request: router_pb2.GenerateRequest) -> None:
+    if request.resume_grace_ms > MAX_RESUME_GRACE_MS:
+        raise InvalidRequest(
+            "resume_grace_ms is too long",
+            reason="BAD_RESUME_GRACE",
+            given=request.resume_grace_ms,
+            allowed=f"at most {MAX_RESUME_GRACE_MS}",
+        )
+    if request.resume_grace_ms and not request.resumable:
+        raise InvalidRequest(
+            "a grace time is for resumable requests only",
+            reason="BAD_RESUME_GRACE",
+            given=f"{request.resume_grace_ms} ms without resumable",
+            allowed="0, or resumable set",
+        )
 
 
 def check_prompt_bytes(num_bytes: int) -> None:

@@ -83,6 +83,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             prompt_tokens=answer.num_prompt_tokens,
             output_tokens=len(answer.token_ids),
             ended=answer.last is not None,
+            attempt=answer.submit.resumable.attempt,
         )
 
     async def Info(self, request: worker_pb2.InfoRequest, context: Any) -> worker_pb2.InfoResponse:

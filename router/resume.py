@@ -1,0 +1,349 @@
+"""Resumable answers: found on the workers that have them, joined, resumed, or begun.
+
+The sequence of a resumable request belongs to its worker, which keeps what it emitted (worker/resumable.py). A router
+only subscribes to it: the call that placed the request as any other. So every router can go on with every answer, and
+makes its text again from the first token, with the same stop strings and the same character boundaries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import structlog
+
+from protos import router_pb2, rpc, types_pb2, worker_pb2
+from protos.errors import AlreadyExists, NotFound, PreconditionFailed, TailpackError, Unavailable
+from protos.histogram import STEP_BOUNDS_S, Histogram
+from protos.limits import DEFAULT_RESUME_GRACE_MS
+from router import policy
+from router.admission import Call
+from router.generation import Answer
+from router.registry import Registry, WorkerLink
+from router.relay import Relay
+from router.replay import Place, Skip, bad_offset
+from router.subscription import Subscription
+from router.validate import check_request
+
+if TYPE_CHECKING:
+    from router.requests import Requests
+
+log = structlog.get_logger("router")
+
+FIND_TIMEOUT_S = 2.0
+FIND_EXTRA_S = 0.05
+"""When one worker has a request, the others have this much longer: two have it where a placement was given up."""
+HASHED_ON_LOOP_BYTES = 1 << 18
+"""A larger request is hashed on another thread."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A resumable request that runs or is kept. ``request`` has what its text depends on; of its prompt, the kind."""
+
+    link: WorkerLink
+    request: router_pb2.GenerateRequest
+    digest: bytes
+    num_prompt_tokens: int
+    num_tokens: int  # emitted when it was looked for
+
+
+class Resumables:
+    """The resumable answers that one router streams."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.firsts: dict[str, First] = {}  # calls that place a request, by sequence id
+        self.num_resumed = 0  # open calls of Resume
+        self._requests = requests
+
+    @asynccontextmanager
+    async def generate(self, request: router_pb2.GenerateRequest, call: Call) -> AsyncIterator[Answer]:
+        """Joins the answer where the same request runs or is kept, else begins it.
+
+        Only an id that its caller chose is looked for. Two first calls at the same moment through two routers may find
+        nothing both, and both run where they are placed on different workers.
+
+        Raises:
+            AlreadyExists: another request has this id (DUPLICATE_REQUEST). Unavailable: a worker that is connected does
+            not answer. And what Answer raises.
+        """
+        first = First(self._requests, request, call)
+        answer: Answer = first
+        try:
+            check_request(request)
+            await first.hash()
+            found = await self._find(call) if call.own_id else None
+            if found is not None:
+                if found.digest != first.digest:
+                    raise AlreadyExists(
+                        "another request with this id runs or is kept",
+                        reason="DUPLICATE_REQUEST",
+                        given=call.request_id,
+                        hint="a resumable request joins its answer only when it is sent again unchanged",
+                    )
+                answer = Joined(self._requests, found, call, Place(), num_bytes=request.ByteSize())
+        except BaseException as error:
+            first.refuse(error)
+            raise
+        async with answer:
+            yield answer
+
+    @asynccontextmanager
+    async def resume(self, request: router_pb2.ResumeRequest, call: Call) -> AsyncIterator[Answer]:
+        """Goes on with an answer behind what its caller has. ``call`` is that of Resume, under the answer's id.
+
+        Raises:
+            NotFound: UNKNOWN_REQUEST. InvalidRequest: BAD_OFFSET. Unavailable: a worker that may have it is away.
+        """
+        try:
+            found = await self._find(call, lost_may_have_it=True)
+            if found is None:
+                raise _unknown(call)
+            if request.token_offset > found.num_tokens:
+                raise bad_offset(f"token offset {request.token_offset}", f"at most {found.num_tokens}, what is there")
+        except TailpackError as error:
+            log.info("resume", request_id=call.request_id, tenant=call.tenant, outcome="rejected", reason=error.reason)
+            raise
+        async with Resumed(
+            self._requests, found, call, Place(request.token_offset, request.text_offset), num_bytes=request.ByteSize()
+        ) as answer:
+            yield answer
+
+    async def _find(self, call: Call, *, lost_may_have_it: bool = False) -> Found | None:
+        if not rpc.is_id(call.request_id):
+            return None  # and "a/b" of no tenant must not be "b" of tenant "a"
+        wanted = call.sequence_id
+        while True:
+            while (first := self.firsts.get(wanted)) is not None:
+                await first.placed.wait()
+                if (found := first.found()) is not None:
+                    return found
+            found = await find(self._requests.registry, wanted, call.tenant, lost_may_have_it=lost_may_have_it)
+            if found is not None or wanted not in self.firsts:
+                return found
+
+
+async def find(registry: Registry, wanted: str, tenant: str, *, lost_may_have_it: bool) -> Found | None:
+    """Asks all workers at once who has a resumable request.
+
+    Where two have it, the one that was placed later counts: its router had given up the other before its first token.
+
+    Args:
+        lost_may_have_it: a worker that is not connected may have it, so that "none" would be a guess. (Without, it is
+            taken to be gone with all it had: else one dead worker would hold up every request with an id.)
+
+    Raises:
+        Unavailable: nobody has it, and a worker cannot be asked (WORKER_NOT_ASKED).
+    """
+    links = [link for link in registry.links.values() if link.state in ("ready", "draining") and link.can_resume()]
+    asked = {asyncio.create_task(link.find(wanted, tenant, FIND_TIMEOUT_S)): link for link in links}
+    best: tuple[int, Found] | None = None
+    failures = [
+        f"{link.address} is {link.state}"
+        for link in registry.links.values()
+        if lost_may_have_it and link.state in ("connecting", "lost")
+    ]
+    pending = set(asked)
+    try:
+        while pending:
+            done, pending = await asyncio.wait(
+                pending, timeout=FIND_EXTRA_S if best else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                break
+            for task in done:
+                if (error := task.exception()) is not None:
+                    failures.append(f"{asked[task].address}: {error}")
+                elif (answer := task.result()).found and (best is None or answer.attempt > best[0]):
+                    best = answer.attempt, _found(asked[task], answer)
+    finally:
+        for task in pending:
+            task.cancel()
+    if best is not None:
+        return best[1]
+    if failures:
+        raise Unavailable(
+            "a worker that may have the request cannot be asked",
+            reason="WORKER_NOT_ASKED",
+            given="; ".join(failures)[:2000],
+            retry_after_ms=500,
+        )
+    return None
+
+
+def _found(link: WorkerLink, answer: worker_pb2.FindResponse) -> Found:
+    request = router_pb2.GenerateRequest.FromString(answer.caller_request)
+    return Found(link, request, answer.request_digest, answer.prompt_tokens, answer.output_tokens)
+
+
+class First(Answer):
+    """The call that places a resumable request. When it ends, the sequence goes on."""
+
+    def __init__(self, requests: Requests, request: router_pb2.GenerateRequest, call: Call) -> None:
+        super().__init__(requests, request, call)
+        self.digest = b""
+        self.placed = asyncio.Event()  # or ended without
+
+    async def hash(self) -> None:
+        """Equal requests have equal digests, on all routers."""
+        if self._request.ByteSize() > HASHED_ON_LOOP_BYTES:
+            self.digest = await asyncio.to_thread(_digest, self._request)
+        else:
+            self.digest = _digest(self._request)
+
+    def found(self) -> Found | None:
+        """Where it was placed; None: it ended before that."""
+        if self._stream is None or self._relay is None:
+            return None
+        return Found(self._stream.link, self._request, self.digest, self._num_prompt_tokens, self._relay.num_tokens)
+
+    async def __aenter__(self) -> Self:
+        # Before anything waits, so that its like finds it and not nothing.
+        self._requests.resumables.firsts.setdefault(self.call.sequence_id, self)
+        return await super().__aenter__()
+
+    def _links(self, model: str) -> list[WorkerLink]:
+        links = super()._links(model)
+        able = [link for link in links if link.can_resume()]
+        if links and not able:
+            raise PreconditionFailed(
+                "no worker of this model keeps resumable answers",
+                reason="RESUME_NOT_SUPPORTED",
+                given="resumable",
+                hint="update the workers, or make the request not resumable",
+            )
+        return able
+
+    def _submission(self, prompt: list[int], model: types_pb2.ModelInfo) -> worker_pb2.Submit:
+        submit = super()._submission(prompt, model)
+        submit.deadline_unix_ns = 0  # that of this call; the request may outlive it
+        submit.resumable.grace_ms = self._request.resume_grace_ms or DEFAULT_RESUME_GRACE_MS
+        submit.resumable.request_digest = self.digest
+        submit.resumable.caller_request = _without_prompt(self._request).SerializeToString()
+        return submit
+
+    def _place(
+        self, submit: worker_pb2.Submit, placement: policy.Placement, link: WorkerLink, model: types_pb2.ModelInfo
+    ) -> Relay:
+        submit.resumable.attempt += 1
+        relay = super()._place(submit, placement, link, model)
+        self.placed.set()
+        return relay
+
+    def _end(self, error: BaseException | None) -> None:
+        super()._end(error)
+        if self._requests.resumables.firsts.get(self.call.sequence_id) is self:
+            del self._requests.resumables.firsts[self.call.sequence_id]
+        self.placed.set()
+
+
+class Joined(Answer):
+    """A call of Generate whose request is answered already. It counts as a request like any other, and in ``resumes``;
+    of tokens it counts those that it sends, and no prompt, as nothing was computed for it.
+    """
+
+    _keys = itertools.count()
+
+    def __init__(self, requests: Requests, found: Found, call: Call, place: Place, *, num_bytes: int) -> None:
+        super().__init__(requests, found.request, call)
+        self._found = found
+        self._place_of_caller = place
+        self._num_bytes = num_bytes
+        self._key = f"/resumed/{next(self._keys)}"  # beside the sequence's own, which Cancel looks for; no id has a "/"
+
+    async def _enter(self) -> None:
+        admission = self._requests.admission
+        await admission.enter(self.call, self.cancel, key=self._key)
+        self._held.callback(admission.leave, self.call, key=self._key)
+        self._held.enter_context(admission.holding(self.call, self._num_bytes))
+
+    async def _begin(self) -> router_pb2.GenerateResponse | None:
+        link, wanted = self._found.link, self.call.sequence_id
+        if link.info is None:
+            raise Unavailable(f"worker {link.worker_id} is not connected", retry_after_ms=500)
+        self._model = link.info.model.name
+        stream = Subscription(link, link.subscription_name(wanted), resumable=True)
+        relay = self._relay_of(
+            stream,
+            self._found.num_prompt_tokens,
+            link.info.model,
+            Histogram(STEP_BOUNDS_S),  # a replay's gaps between tokens say nothing
+            self._charge,
+            Skip(self._place_of_caller, self._found.num_tokens),
+        )
+        link.subscribe(stream.name, wanted, self.call.tenant, relay)
+        self._stream, self._relay = stream, relay
+        self._requests.counters.resumes += 1
+        try:
+            return await relay.next_chunk()
+        except NotFound:  # forgotten since it was found
+            raise self._gone() from None
+
+    def _gone(self) -> TailpackError:
+        return Unavailable("the answer was forgotten just now", reason="ANSWER_GONE", retry_after_ms=100)
+
+    def _charge(self, num_tokens: int) -> None:
+        """The tenant pays for what is sent, not for what is made again without being sent."""
+        assert self._relay is not None
+        new = min(num_tokens, self._relay.num_tokens - self._place_of_caller.token_offset)
+        if new > 0:
+            self._requests.tenants.charge(self.call.tenant, new)
+
+    def _count(self, outcome: str, reason: str, total_ns: int) -> None:
+        counters, metrics = self._requests.counters, self._requests.metrics
+        setattr(counters, outcome, getattr(counters, outcome) + 1)
+        metrics.end(self.call.door, outcome, reason)
+        metrics.duration.observe(total_ns / 1e9)
+        self._count_tokens()
+
+    def _count_tokens(self) -> None:
+        if self._relay is not None:
+            sent = max(0, self._relay.num_tokens - self._place_of_caller.token_offset)
+            self._requests.counters.output_tokens += sent
+
+
+class Resumed(Joined):
+    """A call of Resume. It is no request: it counts in ``resumes`` and ``streams``, and the tokens that it sends."""
+
+    event = "resume"
+
+    def _arrive(self) -> None:
+        self._requests.resumables.num_resumed += 1
+
+    def _gone(self) -> TailpackError:
+        return _unknown(self.call)
+
+    def _count(self, outcome: str, reason: str, total_ns: int) -> None:
+        self._requests.resumables.num_resumed -= 1
+        self._count_tokens()
+
+
+def _unknown(call: Call) -> NotFound:
+    return NotFound(
+        "no such request of this tenant runs or is kept",
+        reason="UNKNOWN_REQUEST",
+        given=call.request_id[:128],
+        hint="it was not resumable, was cancelled, or its grace time is over",
+    )
+
+
+def _digest(request: router_pb2.GenerateRequest) -> bytes:
+    return hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
+def _without_prompt(request: router_pb2.GenerateRequest) -> router_pb2.GenerateRequest:
+    """What the text of the answer depends on, and the prompt's kind."""
+    kept = router_pb2.GenerateRequest(stop=request.stop, stop_strings=request.stop_strings)
+    match request.WhichOneof("prompt"):
+        case "chat":
+            kept.chat.SetInParent()
+        case "text":
+            kept.text = ""
+        case "token_ids":
+            kept.token_ids.SetInParent()
+    return kept
