@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 STOP_TIMEOUT_S = 2.0
+COMPLAIN_EVERY_S = 60.0
 _MONOTONIC_TO_UNIX_NS = time.time_ns() - time.monotonic_ns()
 
 
@@ -85,11 +86,26 @@ def configure(component: str, endpoint: str | None) -> Tracing | None:
             given=endpoint,
             hint="pip install 'tailpack[trace]', or leave the OTLP endpoint out",
         ) from missing
-    # It says at each failed export that it failed; once a minute is enough, and that its own filter sees to.
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+    for name in ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal"):
+        logging.getLogger(name).addFilter(_Seldom())  # they complain at every export of a collector that is gone
     tracing = Tracing(component)
     tracing.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return tracing
+
+
+class _Seldom(logging.Filter):
+    """Lets one record a minute through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_s = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.created < self._next_s:
+            return False
+        self._next_s = record.created + COMPLAIN_EVERY_S
+        return True
 
 
 class Tracing:

@@ -16,6 +16,7 @@ from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.models.llama import LlamaConfig
 from worker.sequence import Output, Request, Sampling, StepResult, StopConditions
+from worker.tracing import NoSpans
 from worker.weights import Model, load_model
 
 TINY: dict[str, Any] = {
@@ -70,17 +71,36 @@ def request(
     ignore_eos: bool = True,
     owner: str = "",
     tenant: str = "",
+    traceparent: str = "",
     reuse: types_pb2.PrefixReuse.ValueType = types_pb2.PREFIX_REUSE_DEFAULT,
     **sampling: Any,
 ) -> Request:
     stop = StopConditions(max_tokens, tuple(stop_token_ids), ignore_eos)
-    return Request(request_id, tenant, tuple(prompt), Sampling(**sampling), stop, tuple(emitted), owner, reuse=reuse)
+    return Request(
+        request_id,
+        tenant,
+        tuple(prompt),
+        Sampling(**sampling),
+        stop,
+        tuple(emitted),
+        owner,
+        traceparent=traceparent,
+        reuse=reuse,
+    )
 
 
 class Harness:
     """An engine that is stepped by hand over a fake attachment; collects what it says by request id."""
 
-    def __init__(self, model: Model, config: WorkerConfig, *, num_pages: int = 64, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: WorkerConfig,
+        *,
+        num_pages: int = 64,
+        seed: int = 0,
+        spans: NoSpans | None = None,
+    ) -> None:
         self.attachment = FakeAttachment(
             model.geometry,
             num_pages=num_pages,
@@ -91,7 +111,7 @@ class Harness:
         )
         self.results: list[StepResult] = []
         self.outputs: dict[str, list[Output]] = {}
-        self.engine = Engine(config, model, self.attachment, self._take)  # type: ignore[arg-type]
+        self.engine = Engine(config, model, self.attachment, self._take, spans=spans)  # type: ignore[arg-type]
 
     @staticmethod
     def load(folder: Path, **changes: Any) -> Harness:
