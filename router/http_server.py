@@ -23,6 +23,8 @@ KEEP_ALIVE_S = 75
 HEAD_TIMEOUT_S = 20.0
 """From a connection's beginning, or a request's first byte, to the end of the request's head. Bodies have a limit of
 their own (router/http.py); what is left of one that was refused unread must be here in this time too."""
+TLS_HANDSHAKE_TIMEOUT_S = 10.0
+"""As gRPC doors have it (protos/rpc.py). Such a socket is no connection yet, so no other limit counts it."""
 DEAD_AFTER_S = 60
 """Without any acknowledgement of what was sent, or of a keep-alive probe, the caller's machine is gone."""
 
@@ -90,6 +92,21 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.stopping = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def connection() -> asyncio.Protocol:
+            return _Protocol(config=config, server_state=self.server_state, app_state={})
+
+        timeout_s = TLS_HANDSHAKE_TIMEOUT_S if config.ssl else None  # asyncio allows a minute, and uvicorn no choice
+        self.servers = [
+            await loop.create_server(
+                connection, sock=sock, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=timeout_s
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
