@@ -31,6 +31,7 @@ COMMANDS = {
     "demo": LazyCommand("worker.cli:demo", "Bring up two workers, answer some prompts, stop again.", everyday=True),
     "status": LazyCommand("router.status_cli:status", "Show what a cluster does.", everyday=True),
     "top": LazyCommand("router.status_cli:top", "Watch what a cluster does.", everyday=True),
+    "bench": LazyCommand("router.bench_cli:bench_group", "Measure a cluster under load.", everyday=True),
     "features": LazyCommand("router.features_cli:features", "Show what was asked for and what is engaged."),
     "memory": LazyCommand("worker.memory_cli:memory", "Show what takes memory, by owner.", everyday=True),
     "router": LazyCommand("router.cli:router_group", "Run a router by itself."),
