@@ -200,15 +200,15 @@ async def test_bytes_of_a_tenant_are_limited_and_given_back(folder: Path, tmp_pa
 
 async def test_tokens_a_minute_count_prompts_and_outputs(folder: Path, tmp_path: Path) -> None:
     tokens = tokens_file(tmp_path, a={"tokens_per_minute": 1_000})
-    script = Script([5, 6, 7, EOS])
+    script = Script([5, 6], endless=True, per_step=50)
     async with cluster(folder, script, tokens=tokens) as it, as_tenant(it, TOKENS["a"]) as a:
-        await answer(a, [5] * 500)
+        await answer(a, [5] * 500, max_tokens=200)
         left = it.requests.tenants.in_use()["a"].tokens_left
-        assert left == pytest.approx(1_000 - 504, abs=20)  # it refills while this test runs
-        error = await refused(a, [5] * 900)
+        assert left == pytest.approx(1_000 - 700, abs=20)  # it refills while this test runs
+        error = await refused(a, [5] * 600)
         assert error.reason == "TENANT_LIMIT_TOKENS"
-        assert error.retry_after_ms == pytest.approx((900 - 496) * 60, abs=1200)
-        await answer(a, [5] * 400)  # smaller ones fit
+        assert error.retry_after_ms == pytest.approx((600 - 300) * 60, abs=1200)
+        await answer(a, [5] * 200, max_tokens=1)  # smaller ones fit
         it.workers[0].refuse_new = errors.CapacityError("full", reason="QUEUE_FULL")
         before = it.requests.tenants.in_use()["a"].tokens_left
         assert before is not None
