@@ -49,9 +49,9 @@ class HttpDoor:
         self._tenant_of = tenant_of
         self._page = page
         self._created_s = int(time.time())
-        bodies = BodyReader()
-        completions = Endpoint(requests, bodies, read_completion, _as_error)
-        chat = Endpoint(requests, bodies, read_chat, _as_error)
+        self.bodies = BodyReader()
+        completions = Endpoint(requests, self.bodies, read_completion, _as_error)
+        chat = Endpoint(requests, self.bodies, read_chat, _as_error)
         self._router = Router(
             [
                 Route("/health/live", self._live),

@@ -20,7 +20,7 @@ class BodyReader:
     """Reads the bodies of one door."""
 
     def __init__(self) -> None:
-        self._num_bytes = 0  # of bodies that are arriving
+        self.num_bytes = 0  # of bodies that are arriving
 
     async def read(self, request: Request) -> bytes:
         """The body, at most MAX_BODY_BYTES.
@@ -54,20 +54,20 @@ class BodyReader:
                 "the body did not arrive in time", reason="BODY_TIMEOUT", allowed=f"{BODY_TIMEOUT_S:g} s"
             ) from None
         finally:
-            self._num_bytes -= len(body)
+            self.num_bytes -= len(body)
         return bytes(body)
 
     def _count(self, body: bytearray, piece: bytes) -> None:
         if len(body) + len(piece) > MAX_BODY_BYTES:
             raise _too_large("more")
-        if self._num_bytes + len(piece) > MAX_READING_BYTES:
+        if self.num_bytes + len(piece) > MAX_READING_BYTES:
             raise CapacityError(
                 "the bodies that are arriving are too large together",
                 reason="TOO_MANY_REQUEST_BYTES",
                 allowed=f"{MAX_READING_BYTES} bytes",
                 retry_after_ms=1000,
             )
-        self._num_bytes += len(piece)
+        self.num_bytes += len(piece)
 
 
 def _too_large(given: str) -> TooLarge:

@@ -351,7 +351,7 @@ def _decode(data: bytes, kind: type[_T] | Any, param: str | None = None) -> Any:
     except msgspec.ValidationError as failure:
         text = str(failure)
         found = _WHERE.search(text)
-        where = (found[1] if found else param or "")[:128]
+        where = ((param or "") + (found[1] if found else ""))[:128]
         text = _WHERE.sub("", text)[:300]
         if unknown := _UNKNOWN.match(text):
             name = f"{where}.{unknown[1]}" if where else unknown[1]
