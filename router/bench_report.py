@@ -133,9 +133,10 @@ def records(run: Run, label: str | None) -> list[dict[str, Any]]:
         found.append(one | {"count": durations.count, "percentiles": percentiles})
     for metric, (unit, value) in rates(run).items():
         found.append({"case": metric, "value": _number(value), "unit": unit})
-    for one in found:
-        one["spread"] = [one["value"], one["value"]]  # over the repeats, of which there is one
-    return [{"bench": "cluster"} | one | {"case": f"{label or name(run)}-{one['case']}"} | common for one in found]
+    for record in found:
+        record["spread"] = [record["value"], record["value"]]  # over the repeats, of which there is one
+        record["case"] = f"{label or name(run)}-{record['case']}"
+    return [{"bench": "cluster"} | record | common for record in found]
 
 
 def _load(run: Run) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
     calls: list[Call] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     num_running: int = 0
+    worker_state: str = "ready"
     kept: set[str] = field(default_factory=set)  # ids of resumable answers
     address: str = ""
     _server: rpc.RpcServer | None = None
@@ -92,7 +93,9 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         return router_pb2.CancelResponse(found=found)
 
     async def ListWorkers(self, request: Any, context: Any) -> router_pb2.ListWorkersResponse:
-        return router_pb2.ListWorkersResponse()
+        model = types_pb2.ModelInfo(name="fake", vocab_size=100, max_sequence_tokens=4096, eos_token_ids=[1])
+        worker = router_pb2.WorkerStatus(state=self.worker_state, info=types_pb2.WorkerInfo(model=model))
+        return router_pb2.ListWorkersResponse(workers=[worker])
 
     async def Stats(self, request: Any, context: Any) -> router_pb2.StatsResponse:
         return router_pb2.StatsResponse(router_id=self.address)
