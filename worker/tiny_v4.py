@@ -34,7 +34,7 @@ TURNS = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
-    "vocab_size": 320,
+    "vocab_size": 263,
     "hidden_size": 128,
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
