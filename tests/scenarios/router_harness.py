@@ -78,6 +78,7 @@ async def cluster(
     worker_tls: tuple[ServerTls, ClientTls] | None = None,
     client: Mapping[str, Any] = MappingProxyType({}),
     wait: bool = True,
+    **settings: Any,
 ) -> AsyncIterator[Harness]:
     """Router and workers; all end with the block.
 
@@ -85,6 +86,7 @@ async def cluster(
         addresses: further workers, started by the test.
         worker_tls: of the workers' doors, and of the router that calls there.
         client: what the harness's client is made with besides.
+        settings: what the router's Requests are made with besides.
     """
     scripted = (lambda submit: script) if isinstance(script, Script) else script
     tokenizer = Tokenizer(folder)
@@ -104,6 +106,7 @@ async def cluster(
         max_request_bytes=max_request_bytes,
         worker_tls=to_workers,
         limits_of=tokens.limits_of if tokens else lambda tenant: NO_LIMITS,
+        **settings,
     )
     server = rpc.RpcServer("router", tls=tls, tenant_of=tokens.tenant_of if tokens else None)
     server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)

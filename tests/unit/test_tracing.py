@@ -45,7 +45,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 def collector() -> Iterator[tuple[Collector, str]]:
     """A running one, and its URL."""
     server, kept = grpc.server(futures.ThreadPoolExecutor(2)), Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(kept, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(kept, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -112,7 +112,7 @@ def test_spans_are_below_the_callers_and_each_other() -> None:
     for name in ("tokenize", "relay", "place"):
         parent = spans[name].parent
         assert parent is not None and request.context is not None and parent.span_id == request.context.span_id
-    assert relay.traceparent.split("-")[2] == f"{spans['relay'].context.span_id:016x}"  # type: ignore[union-attr]
+    assert relay.traceparent.split("-")[2] == f"{spans['relay'].context.span_id:016x}"
     assert spans["place"].status.description == "WRONG"  # the reason, and nothing of what the caller sent
     assert all("text of the caller" not in each.to_json() for each in exporter.get_finished_spans())
 

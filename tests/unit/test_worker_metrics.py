@@ -136,7 +136,7 @@ def traced(exporter: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
 
 def is_below(span: ReadableSpan, other: ReadableSpan) -> bool:
     assert span.parent is not None and other.context is not None
-    return span.parent.span_id == other.context.span_id
+    return bool(span.parent.span_id == other.context.span_id)
 
 
 def test_a_traced_sequence_has_its_phases_and_its_steps(
@@ -177,7 +177,7 @@ def test_a_traced_sequence_has_its_phases_and_its_steps(
     }
     for step in spans["step"]:
         assert step.parent is not None and step.parent.span_id == first.context.span_id
-        assert [link.context.span_id for link in step.links] == [sequences["r-2"].context.span_id]  # type: ignore[union-attr]
+        assert [link.context.span_id for link in step.links] == [sequences["r-2"].context.span_id]
         assert (step.attributes or {})["tailpack.num_sequences"] == 4
     phases = [s for name in ("queue", "prefill", "decode") for s in spans[name] if is_below(s, first)]
     assert [phase.name for phase in phases] == ["queue", "prefill", "decode"]
