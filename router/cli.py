@@ -41,6 +41,11 @@ def router_group() -> None:
 
 @router_group.command(name="serve", cls=HelpAllCommand)
 @click.option("--listen", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
+@click.option(
+    "--http",
+    metavar="HOST:PORT",
+    help="OpenAI-compatible HTTP, health and /metrics; or none.  [default: the port behind --listen's]",
+)
 @click.option("--worker", "workers", multiple=True, required=True, metavar="HOST:PORT", help="A worker; repeatable.")
 @click.option(
     "--model-dir",
@@ -89,6 +94,7 @@ def router_group() -> None:
 @advanced_option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
 def serve_command(
     listen: str,
+    http: str | None,
     workers: tuple[str, ...],
     model_dir: Path,
     drain_s: float,
@@ -127,10 +133,11 @@ def serve_command(
         tls=server_tls(tls_cert, tls_key, tls_client_ca),
         worker_tls=client_tls(tls_ca, tls_client_cert, tls_client_key, tls_server_name),
         local_socket=local_socket,
+        http=http,
     )
 
-    def listening(address: str) -> None:
-        click.echo(json.dumps({"ready": True, "address": address}))
+    def listening(address: str, http: str | None) -> None:
+        click.echo(json.dumps({"ready": True, "address": address, "http": http}))
         sys.stdout.flush()
 
     rpc.run(serve(config, listening))

@@ -11,11 +11,15 @@ from typing import Any
 
 import structlog
 
-from protos import router_pb2_grpc, rpc, tracing, types_pb2
-from protos.metrics import EventLoopProbe, ProcessMetrics, exported
+from protos import kserve_pb2_grpc, router_pb2_grpc, rpc, tracing, types_pb2
+from protos.metrics import OFF, EventLoopProbe, ProcessMetrics, exported
 from protos.tls import ClientTls, ServerTls
+from router import kserve
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
 from router.auth import Authenticator
+from router.http import HttpDoor
+from router.http_server import HttpServer
+from router.kserve import KserveService
 from router.metrics import RouterCollector
 from router.requests import Requests
 from router.service import SERVICE_NAME, RouterService
@@ -27,6 +31,8 @@ log = structlog.get_logger("router")
 @dataclass(frozen=True)
 class RouterConfig:
     """listen: host:port, port 0 takes a free one. drain_s: how long running streams may go on after SIGTERM.
+
+    http: host:port of the HTTP door, port 0 a free one; None: behind listen's; OFF: no such door.
 
     log_prompts: a request's line in the log has its prompt as well. otlp_endpoint: where spans go. tokens: file of
     tenants' tokens; None: callers are taken at their word. tls: of this router's doors; worker_tls: of the way to
@@ -46,21 +52,33 @@ class RouterConfig:
     tls: ServerTls | None = None
     worker_tls: ClientTls | None = None
     local_socket: Path | None = None
+    http: str | None = None
+
+    @property
+    def http_address(self) -> str:
+        if self.http is not None:
+            return self.http
+        if self.listen.startswith("unix:"):
+            return OFF
+        host, _, port = self.listen.rpartition(":")
+        return f"{host}:{int(port) + 1 if int(port) else 0}"
 
 
-async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
+async def serve(config: RouterConfig, listening: Callable[[str, str | None], None]) -> None:
     """Runs until SIGTERM or SIGINT, then drains; a second signal ends it at once.
 
     Args:
-        listening: told the bound address.
+        listening: told the bound address of gRPC, and the URL of the HTTP door where there is one.
 
     Raises:
         ConfigError, ModelError: it cannot start.
     """
     rpc.check_free(config.listen)  # before the tokenizer is read, which takes a second
+    if config.http_address != OFF:
+        rpc.check_free(config.http_address)
     authenticator = Authenticator(config.tokens)
     tenant_of = authenticator.tenant_of if authenticator.demands_tokens else None
-    server = rpc.RpcServer("router", tls=config.tls, tenant_of=tenant_of)
+    server = rpc.RpcServer("router", tls=config.tls, tenant_of=tenant_of, open_methods=kserve.OPEN_METHODS)
     local = rpc.RpcServer("router's local socket") if config.local_socket else None
     _tell_who_may_call(config)
     ready = asyncio.Event()
@@ -84,6 +102,11 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         on_ready=on_ready,
     )
     server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
+    server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, KserveService(requests), kserve.SERVICE_NAME)
+    http: HttpServer | None = None
+    if config.http_address != OFF:
+        tls = server.certificate.ssl_context() if server.certificate is not None else None
+        http = HttpServer(HttpDoor(requests, tenant_of=tenant_of), tls)
     stop, stop_now = _watch_signals()
     address = await server.start(config.listen)
     servers = [server]
@@ -91,12 +114,13 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
         local.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
         await local.start(f"unix:{config.local_socket}")
         servers.append(local)
+    http_url = await http.start(config.http_address) if http is not None else None
     requests.start()
     probe = EventLoopProbe()
     tasks = [asyncio.create_task(_mirror_health(servers, ready, not_ready)), asyncio.create_task(probe.run())]
     try:
         with exported(ProcessMetrics("router", probe), RouterCollector(requests)):
-            listening(address)
+            listening(address, http_url)
             await stop.wait()
             tasks[0].cancel()
             for each in servers:
@@ -107,6 +131,8 @@ async def serve(config: RouterConfig, listening: Callable[[str], None]) -> None:
     finally:
         for task in tasks:
             task.cancel()
+        if http is not None:
+            await http.stop()
         for each in servers:
             await each.stop(0.0)
         await requests.close()

@@ -66,6 +66,11 @@ def seconds(text: str) -> float:
 )
 @click.option("--listen", default="127.0.0.1:7700", show_default=True, help="Where the router listens.")
 @click.option(
+    "--http",
+    metavar="HOST:PORT",
+    help="OpenAI-compatible HTTP of the router; or none.  [default: the port behind --listen's]",
+)
+@click.option(
     "--device",
     default="auto",
     show_default=True,

@@ -50,6 +50,7 @@ class Cluster:
         self.logs = self.folder / "logs"
         self._ray_folder = self.folder / "ray"
         self.router_address = ""
+        self.http_url: str | None = None
         self.kv_socket = self.folder / "kvstore.sock"
         self._kvstore: Child | None = None
         self._router: Child | None = None
@@ -82,6 +83,7 @@ class Cluster:
         assert self._kvstore is not None and self._router is not None
         return {
             "router": self.router_address,
+            "http": self.http_url,
             "workers": [worker.address for worker in self._workers],
             "devices": [gpu.device for gpu in self.config.gpus] or ["cpu"],
             "kvstore": str(self.kv_socket),
@@ -136,12 +138,15 @@ class Cluster:
             arguments = ["router", "serve", "--listen", config.listen, "--model-dir", str(config.model)]
             arguments += ["--drain-s", str(config.drain_s), "--otlp-endpoint", config.otlp_endpoint or "none"]
             arguments += ["--log-prompts"] if config.log_prompts else []
+            arguments += ["--http", config.http] if config.http is not None else []
             for worker in self._workers:
                 arguments += ["--worker", worker.address]
             self._router = Child("router", arguments, self.logs / "router.log")
-            self.router_address = str(self._router.wait_ready(START_TIMEOUT_S)["address"])
+            listening = self._router.wait_ready(START_TIMEOUT_S)
+            self.router_address, self.http_url = str(listening["address"]), listening["http"]
+            self._metrics += [f"{self.http_url}/metrics"] if self.http_url else []
             self._wait_router_ready()
-            done(self.router_address)
+            done(self.router_address + (f", {self.http_url}" if self.http_url else ""))
 
     def _start_ray(self) -> None:
         # Explicit, whatever the caller's shell says: a local cluster needs no token file in the home folder, and a

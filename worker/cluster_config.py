@@ -32,7 +32,8 @@ LEAST_KV_BYTES = 1 << 20  # that may be asked for
 class ClusterConfig:
     """What to run. ``kv_bytes`` None takes what is free, at most 1 GiB a worker (16 GiB on a GPU); ``threads`` 0
     divides the cores. ``gpus``: of each worker; none: all are on the CPU. ``metrics``: host:port of the kvstore's page
-    for Prometheus, the workers' follow; port 0: free ones; or OFF. ``otlp_endpoint``: where spans go; None: nowhere.
+    for Prometheus, the workers' follow; port 0: free ones; or OFF. ``http``: of the router's HTTP
+    door; None: the router's default; or OFF. ``otlp_endpoint``: where spans go; None: nowhere.
     """
 
     model: Path
@@ -55,6 +56,7 @@ class ClusterConfig:
     drain_s: float = 10.0
     gpus: tuple[Gpu, ...] = ()
     metrics: str = OFF
+    http: str | None = None
     otlp_endpoint: str | None = None
     log_prompts: bool = False
 
@@ -81,8 +83,9 @@ class ClusterConfig:
             CapacityError: MODEL_TOO_LARGE, NOT_ENOUGH_MEMORY.
         """
         rpc.check_free(listen)
-        if settings.get("metrics", OFF) != OFF:
-            rpc.check_free(settings["metrics"])
+        for door in ("metrics", "http"):
+            if (settings.get(door) or OFF) != OFF:
+                rpc.check_free(settings[door])
         settings["otlp_endpoint"] = endpoint_of(settings.get("otlp_endpoint"))
         folder, default_name = resolve_model(model)
         model_config.check_folder(folder, settings.get("max_sequence_tokens", 0))

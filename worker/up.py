@@ -111,8 +111,10 @@ def _greet(cluster: Cluster, console: Console) -> None:
     program = program_name()
     console.print(f"logs     {cluster.logs}\n", soft_wrap=True)
     router = "" if cluster.router_address == "127.0.0.1:7700" else f" --router {cluster.router_address}"
+    http = [("HTTP:", f"curl {cluster.http_url}/v1/models")] if cluster.http_url else []
     for what, command in (
         ("Try:", f"{program} generate{router} 'What is the capital of France?'"),
+        *http,
         ("Mem:", f"{program} memory{router}"),
         ("KV: ", f"{program} kvstore stats --kv-socket {shlex.quote(str(cluster.kv_socket))}"),
     ):

@@ -32,6 +32,7 @@ class ClusterProcess:
         self.log_file = log_file
         self.model = model
         self.router: str = ready["router"]
+        self.http: str = ready["http"]
         self.workers: list[str] = ready["workers"]
         self.kv_socket = Path(ready["kvstore"])
         self.folder = Path(ready["logs"]).parent
