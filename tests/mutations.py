@@ -58,6 +58,9 @@ FRAGMENTS, TEST_FRAGMENTS = "kernels/fragments.py", "tests/kernels/test_fragment
 CHECKSUM, TEST_CHECKSUM = "kernels/page_checksum.py", "tests/kernels/test_page_checksum.py::"
 GEOMETRY, TEST_GEOMETRY = "kvstore/geometry.py", "tests/unit/test_geometry.py::"
 TEST_ATTENTION, TEST_VERIFY = "tests/kernels/test_attention.py::", "tests/unit/test_kv_verify.py::"
+V4 = "worker/models/deepseek_v4_"
+V4_HYPER, V4_MOE, V4_ROPE, V4_INDEXER = V4 + "hyper.py", V4 + "moe.py", V4 + "rope.py", V4 + "indexer.py"
+TEST_V4, TEST_V4_LOADING = "tests/unit/test_deepseek_v4_failures.py::", "tests/unit/test_deepseek_v4_loading.py::"
 FLOOR = "return max(0, n - (window + max(t - 1, margin)))"
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -489,6 +492,136 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             TEST_SEQUENCES + "test_the_answer_says_what_to_refill",
             TEST_SEQUENCES + "test_deep_rollback_then_300_more_steps",
+        ),
+    ),
+    Mutation(
+        "V4: the mixing matrix as it is, not transposed",
+        ((V4_HYPER, "(by.carry.unsqueeze(-1) *", "(by.carry.transpose(1, 2).unsqueeze(-1) *"),),
+        (TEST_V4 + "test_the_mixing_matrix_is_transposed_when_streams_are_written",),
+    ),
+    Mutation(
+        "V4: rows of the mixing matrix balanced first",
+        ((V4_HYPER, "sum(-2, keepdim=True).add_(eps))\n    for", "sum(-1, keepdim=True).add_(eps))\n    for"),),
+        (TEST_V4 + "test_the_mixing_matrix_is_balanced_columns_first_with_epsilon_in_every_sum",),
+    ),
+    Mutation(
+        "V4: no clamp on the shared expert",
+        (
+            (
+                V4_MOE,
+                "config.swiglu_limit, deterministic=batch.deterministic)\n    out",
+                "float('inf'), deterministic=batch.deterministic)\n    out",
+            ),
+        ),
+        (TEST_V4 + "test_the_shared_expert_is_clamped_as_the_others_are",),
+    ),
+    Mutation(
+        "V4: the router's bias in the weights",
+        (
+            (
+                V4_MOE,
+                "chosen = affinity.gather",
+                "chosen = (affinity if weights.bias is None else affinity + weights.bias).gather",
+            ),
+        ),
+        (TEST_V4 + "test_the_routers_bias_chooses_experts_and_does_not_weigh_them",),
+    ),
+    Mutation(
+        "V4: experts looked up by position",
+        ((V4_MOE, "weights.table[batch.token_ids]", "weights.table[batch.positions % len(weights.table)]"),),
+        (TEST_V4 + "test_hash_layers_look_up_the_steps_own_tokens_wherever_a_prefix_ends",),
+    ),
+    Mutation(
+        "V4: YaRN on layers with the window alone",
+        ((V4_ROPE, "config.rope_theta, None)", "config.rope_theta, config.yarn)"),),
+        (TEST_V4 + "test_each_layer_rotates_all_of_its_rows_by_one_base",),
+    ),
+    Mutation(
+        "V4: the window's base on compressed layers",
+        ((V4_ROPE, "config.compress_rope_theta, config.yarn", "config.rope_theta, config.yarn"),),
+        (TEST_V4 + "test_each_layer_rotates_all_of_its_rows_by_one_base",),
+    ),
+    Mutation(
+        "V4: positions in bfloat16",
+        ((V4_ROPE, "positions.to(torch.float32)", "positions.to(torch.bfloat16)"),),
+        (TEST_V4 + "test_positions_of_a_million_tokens_keep_their_distances",),
+    ),
+    Mutation(
+        "V4: of equal scores the last",
+        ((V4_INDEXER, "equal.cumsum(1) <= room", "equal.flip(1).cumsum(1).flip(1) <= room"),),
+        (TEST_V4 + "test_ties_of_the_indexer_take_the_lowest_row_in_every_shape_of_step",),
+    ),
+    Mutation(
+        "V4: the indexer sees a block too many",
+        ((V4_INDEXER, "device=scores.device) >= num_visible", "device=scores.device) > num_visible"),),
+        (TEST_V4 + "test_the_indexer_chooses_among_the_past_alone",),
+    ),
+    Mutation(
+        "V4: all products of the indexer together",
+        ((V4_INDEXER, "step = max(1, _SCORES // max(1, heads * len(keys)))", "step = max(1, num_queries)"),),
+        (TEST_V4 + "test_the_indexers_memory_is_bounded_whatever_the_length",),
+    ),
+    Mutation(
+        "V4: the phase of a block by rows of the step",
+        (
+            (
+                V4 + "compressor.py",
+                "weights.ape[positions % weights.ratio]",
+                "weights.ape[torch.arange(len(positions)) % weights.ratio]",
+            ),
+        ),
+        (TEST_V4 + "test_padding_rows_enter_no_block_and_shift_no_phase",),
+    ),
+    Mutation(
+        "V4: a resume without the window that was kept",
+        ((KV_MOVES, "kv.copy_tail(copy.group, copy.from_slot, copy.to_slot)", "pass"),),
+        (TEST_V4 + "test_a_request_sent_again_is_answered_from_kv_and_alike",),
+    ),
+    Mutation(
+        "V4: rows of the batch's first sequence for all",
+        (
+            (
+                V4 + "kv_rows.py",
+                "self._batch.groups[view.group.name].places[span]",
+                "self._batch.groups[view.group.name].places[0]",
+            ),
+        ),
+        (TEST_V4 + "test_a_slot_that_others_used_holds_nothing_of_them_and_gives_every_page_back",),
+    ),
+    Mutation(
+        "V4: scales left out of the weights digest",
+        (
+            (
+                "worker/checkpoint.py",
+                "self._names = sorted(expected)",
+                "self._names = sorted(name for name in expected if not expected[name].is_scale)",
+            ),
+        ),
+        (TEST_V4_LOADING + "test_the_digest_covers_scales_names_and_every_byte",),
+    ),
+    Mutation(
+        "V4: w1 and w3 of an expert swapped",
+        (
+            (
+                "worker/models/deepseek_v4.py",
+                'weights.pop(f"{at}{name}.w1.weight"), weights.pop(f"{at}{name}.w3.weight")',
+                'weights.pop(f"{at}{name}.w3.weight"), weights.pop(f"{at}{name}.w1.weight")',
+            ),
+        ),
+        (TEST_V4_LOADING + "test_the_whole_model_is_what_its_tensors_say_by_hand",),
+    ),
+    Mutation(
+        "V4: what a model takes told as its files have it",
+        (
+            (
+                "worker/memory_plan.py",
+                "sizes[0] += wanted.num_values * _ITEM_BYTES[wanted.held or dtype]",
+                "sizes[0] += found[name].num_bytes",
+            ),
+        ),
+        (
+            TEST_V4_LOADING + "test_what_is_planned_is_what_is_held",
+            TEST_V4_LOADING + "test_flash_is_refused_with_what_it_would_take_and_nothing_is_read",
         ),
     ),
 )
