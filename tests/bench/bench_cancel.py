@@ -27,11 +27,12 @@ from typing import Any
 import click
 
 from protos import logs, router_pb2, router_pb2_grpc, rpc, types_pb2
-from router.client import AsyncTailpack
+from router.client import AsyncTailpack, RetryPolicy
 from router.service import SERVICE_NAME
 from tests.bench.bench_gil import RESULTS, describe, kvstore
 from tests.bench.bench_router import BareRouter
 from tests.e2e.cluster import write_tiny_model
+from tests.scenarios.cable import Cable
 from worker import gguf_model, shell
 from worker.config import WorkerConfig
 from worker.engine import Engine
@@ -40,6 +41,7 @@ from worker.sequence import Request, StepResult
 LIMIT_MS = 100.0
 NUM_OTHERS = 8
 OUTPUT_TOKENS = 400
+ONCE = RetryPolicy(max_retries=0)
 SETTLE_S = 30.0  # a bound on what would otherwise hang
 
 
@@ -154,38 +156,6 @@ async def listener(*arguments: str) -> AsyncIterator[Listener]:
             await reader
 
 
-class Cable:
-    """A TCP relay that can be cut: both ends see a reset connection."""
-
-    def __init__(self, address: str) -> None:
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
-        self._writers: list[asyncio.StreamWriter] = []
-
-    @asynccontextmanager
-    async def plugged(self) -> AsyncIterator[str]:
-        async with await asyncio.start_server(self._connect, "127.0.0.1", 0) as server:
-            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            self.cut()
-
-    def cut(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
-        self._writers += [writer, far_writer]
-        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-
-
 Leave = Callable[[], Awaitable[object]]
 
 
@@ -227,7 +197,7 @@ async def one(scene: Scene, case: Case, request_id: str) -> dict[str, float]:
     """One call that is ended: milliseconds until it was heard, freed, and heard by the bare server."""
     if case.way == "reset":
         cable = Cable(scene.router)
-        async with cable.plugged() as address, AsyncTailpack(address) as client:
+        async with cable.plugged() as address, AsyncTailpack(address, retry=ONCE) as client:
 
             async def cut() -> None:
                 cable.cut()
@@ -265,7 +235,7 @@ async def _call_and_end(client: AsyncTailpack, worker: Listener, case: Case, req
     if case.way == "leave":
         first.cancel()  # while it waits for its first token, this ends the call
         await asyncio.gather(first, return_exceptions=True)
-        await chunks.aclose()  # type: ignore[attr-defined]
+        await chunks.aclose()
         return ended_ns
     await end()
     with contextlib.suppress(Exception):  # ABORTED or a broken connection, as the case has it
@@ -295,7 +265,7 @@ async def measure(
                 *("protos.cli", "router", "serve", "--listen", "127.0.0.1:0"),
                 *("--worker", worker.address, "--model-dir", str(model)),
             ) as router,
-            AsyncTailpack(router.address) as client,
+            AsyncTailpack(router.address, retry=ONCE) as client,
         ):
             while not any(status.state == "ready" for status in await client.list_workers()):
                 await asyncio.sleep(0.05)

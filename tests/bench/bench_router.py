@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from protos import router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2, worker_pb2_grpc
+from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.client import AsyncTailpack, build_request
 from router.service import SERVICE_NAME
 from tests.scenarios.fake_worker import SERVICE_NAME as WORKER_NAME
@@ -86,6 +86,9 @@ class StepWorker(worker_pb2_grpc.WorkerServicer):
         finally:
             reader.cancel()
 
+    async def Find(self, request: Any, context: Any) -> worker_pb2.FindResponse:
+        return worker_pb2.FindResponse()
+
     async def Abort(self, request: Any, context: Any) -> worker_pb2.AbortResponse:
         return worker_pb2.AbortResponse()
 
@@ -101,16 +104,24 @@ class BareRouter(router_pb2_grpc.RouterServicer):
         self._per_step = per_step
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.GenerateResponse]:
+        request_id = rpc.call_metadata(context).request_id
         emitted = 0
         while emitted < request.stop.max_tokens:
             chunk = router_pb2.GenerateResponse(
-                request_id="req-0123456789abcdef01234567", text="text" * self._per_step, text_offset=4 * emitted
+                request_id=request_id, text="text" * self._per_step, text_offset=4 * emitted
             )
             chunk.token_ids.extend([TOKEN] * self._per_step)
             chunk.token_offset = emitted
             emitted += self._per_step
+            if emitted >= request.stop.max_tokens:
+                chunk.finish_reason = types_pb2.FINISH_REASON_LENGTH
+                chunk.usage.output_tokens = emitted
             yield chunk
             await asyncio.sleep(self._every_s)
+
+    async def Resume(self, request: Any, context: Any) -> AsyncIterator[router_pb2.GenerateResponse]:
+        raise errors.NotFound("nothing is kept here", reason="UNKNOWN_REQUEST")
+        yield
 
     async def Cancel(self, request: Any, context: Any) -> router_pb2.CancelResponse:
         return router_pb2.CancelResponse()
