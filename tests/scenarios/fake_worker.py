@@ -23,6 +23,7 @@ if __name__ == "__main__":  # run as a file: the root of the checkout is not on 
 
 from protos import errors, rpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.tls import ServerTls
+from worker.resumable import Answers, Limits, Subscription
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
@@ -48,12 +49,29 @@ class Script:
     prefix_exact: bool = False
 
 
+Outbox = asyncio.Queue[worker_pb2.WorkerMessage]
+Emit = Callable[[worker_pb2.SequenceOutput], None]
+
+
 @dataclass(frozen=True)
 class _Sequence:
     submit: worker_pb2.Submit
     script: Script
-    outbox: asyncio.Queue[worker_pb2.WorkerMessage]  # of the session that submitted it
+    outbox: Outbox | None  # of the session that submitted it; None: it is resumable
+    emit: Emit
     task: asyncio.Task[None]
+
+
+@dataclass
+class _Session:
+    """What a session's subscriptions have goes out at once."""
+
+    send: Callable[[worker_pb2.SequenceOutput], None]
+    subscriptions: dict[str, Subscription] = field(default_factory=dict)
+
+    def news(self, subscription: Subscription) -> None:
+        if (piece := subscription.take()) is not None:
+            self.send(piece)
 
 
 @dataclass
@@ -75,7 +93,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     load: types_pb2.WorkerLoad = field(
         default_factory=lambda: types_pb2.WorkerLoad(pages_free=10_000, pages_total=10_000)
     )
+    now_s: float = 0.0  # the clock of grace times
+    limits: Limits | None = None  # of kept answers
+    resumes: list[str] = field(default_factory=list)  # request ids of Resume, in the order of the session's messages
+    finds: list[str] = field(default_factory=list)
+    cannot_find: errors.TailpackError | None = None
     _server: rpc.RpcServer | None = None
+
+    def __post_init__(self) -> None:
+        self.answers = Answers(lambda: self.now_s, self.limits)
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
         self._server = rpc.RpcServer("fake-worker", tls=self.tls)
@@ -89,8 +115,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def Session(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.WorkerMessage]:
         self.num_sessions += 1
-        outbox: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue()
-        reader = asyncio.create_task(self._read(requests, outbox))
+        outbox: Outbox = asyncio.Queue()
+        session = _Session(lambda output: self._send(outbox, output))
+        reader = asyncio.create_task(self._read(requests, outbox, session))
         self.outboxes.add(outbox)
         try:
             await asyncio.sleep(self.welcome_s)
@@ -105,12 +132,36 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 if sequence.outbox is outbox:
                     sequence.task.cancel()
                     del self.active[request_id]
+            for subscription in session.subscriptions.values():
+                self.answers.leave(subscription)
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
+        answer = self.answers.find(request.request_id, request.tenant)
+        if answer is not None:
+            self.answers.cancel(answer)
+            return worker_pb2.AbortResponse(found=True)
         found = request.request_id in self.active and self.active[request.request_id].submit.tenant == request.tenant
         if found:
             self._abort(request.request_id)
         return worker_pb2.AbortResponse(found=found)
+
+    async def Find(self, request: worker_pb2.FindRequest, context: Any) -> worker_pb2.FindResponse:
+        self.finds.append(request.request_id)
+        if self.cannot_find is not None:
+            raise self.cannot_find
+        answer = self.answers.find(request.request_id, request.tenant)
+        if answer is None:
+            return worker_pb2.FindResponse()
+        resumable = answer.submit.resumable
+        return worker_pb2.FindResponse(
+            found=True,
+            request_digest=resumable.request_digest,
+            caller_request=resumable.caller_request,
+            prompt_tokens=answer.num_prompt_tokens,
+            output_tokens=len(answer.token_ids),
+            ended=answer.last is not None,
+            attempt=resumable.attempt,
+        )
 
     async def Info(self, request: Any, context: Any) -> worker_pb2.InfoResponse:
         return worker_pb2.InfoResponse(info=self.info, load=self.load)
@@ -126,27 +177,64 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         for outbox in self.outboxes:
             outbox.put_nowait(worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(load=load)))
 
-    async def _read(self, requests: Any, outbox: asyncio.Queue[worker_pb2.WorkerMessage]) -> None:
+    async def _read(self, requests: Any, outbox: Outbox, session: _Session) -> None:
         async for message in requests:
             match message.WhichOneof("message"):
                 case "submit":
-                    self._submit(message.submit, outbox)
+                    self._submit(message.submit, outbox, session)
                 case "abort":
                     self.aborts.append(message.abort.request_id)
-                    self._abort(message.abort.request_id)
+                    subscription = session.subscriptions.get(message.abort.request_id)
+                    if subscription is None:
+                        self._abort(message.abort.request_id)
+                    elif message.abort.complete:
+                        self.answers.complete(subscription.answer)
+                    else:
+                        self.answers.cancel(subscription.answer)
+                case "resume":
+                    self._resume(message.resume, session)
+                case "more":
+                    if subscription := session.subscriptions.get(message.more.subscription_id):
+                        subscription.go_on()
+                case "leave":
+                    name = message.leave.subscription_id
+                    if subscription := session.subscriptions.pop(name, None):
+                        self.answers.leave(subscription, delivered=message.leave.delivered)
+                        if not subscription.told_end:
+                            session.send(worker_pb2.SequenceOutput(request_id=name, left=True))
 
-    def _submit(self, submit: worker_pb2.Submit, outbox: asyncio.Queue[worker_pb2.WorkerMessage]) -> None:
+    def _submit(self, submit: worker_pb2.Submit, outbox: Outbox, session: _Session) -> None:
         self.submits.append(submit)
-        if submit.request_id in self.active:
-            error: errors.TailpackError | None = errors.AlreadyExists("running", reason="DUPLICATE_REQUEST")
-        else:
-            error = self.refuse_new
+        error = self.refuse_new
+        resumable = submit.HasField("resumable")
+        if submit.request_id in self.active and not resumable:
+            error = errors.AlreadyExists("running", reason="DUPLICATE_REQUEST")
         if error is not None:
             self._send(outbox, _failed(submit.request_id, 0, error))
             return
+        emit: Emit = lambda output: self._send(outbox, output)
+        if resumable:
+            owner = self.answers.new_owner()
+            try:
+                subscription = self.answers.open(submit, owner, lambda: self._abort(submit.request_id), session)
+            except errors.TailpackError as refusal:
+                self._send(outbox, _failed(submit.request_id, 0, refusal))
+                return
+            session.subscriptions[subscription.name] = subscription
+            if subscription.answer.owner != owner:
+                return
+            emit = lambda output: self.answers.take(owner, [output])
         script = self.script(submit)
-        task = asyncio.create_task(self._run(submit, script, outbox))
-        self.active[submit.request_id] = _Sequence(submit, script, outbox, task)
+        task = asyncio.create_task(self._run(submit, script, emit))
+        self.active[submit.request_id] = _Sequence(submit, script, None if resumable else outbox, emit, task)
+
+    def _resume(self, resume: worker_pb2.Resume, session: _Session) -> None:
+        self.resumes.append(resume.request_id)
+        name = resume.subscription_id
+        try:
+            session.subscriptions[name] = self.answers.resume(resume.request_id, resume.tenant, name, session)
+        except errors.NotFound as unknown:
+            session.send(_failed(name, 0, unknown))
 
     def _abort(self, request_id: str) -> None:
         sequence = self.active.get(request_id)
@@ -154,12 +242,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             return
         del self.active[request_id]
         sequence.task.cancel()
-        self._send(
-            sequence.outbox,
-            worker_pb2.SequenceOutput(request_id=request_id, finish_reason=types_pb2.FINISH_REASON_ABORTED),
-        )
+        output = worker_pb2.SequenceOutput(request_id=request_id, finish_reason=types_pb2.FINISH_REASON_ABORTED)
+        _end(output, sequence.submit, sequence.script, self.num_emitted[request_id])
+        sequence.emit(output)
 
-    async def _run(self, submit: worker_pb2.Submit, script: Script, outbox: Any) -> None:
+    async def _run(self, submit: worker_pb2.Submit, script: Script, emit: Emit) -> None:
         await asyncio.sleep(script.first_s)
         limit = submit.stop.max_tokens
         tokens = list(script.token_ids)
@@ -179,22 +266,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     output.logprobs.add(chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=-0.5))
             if ended and script.error is None:
                 output.finish_reason = types_pb2.FinishReason.ValueType(finish)
-                output.usage.prompt_tokens = len(submit.prompt_token_ids)
-                output.usage.output_tokens = len(tokens) + script.usage_off_by
-                output.usage.cached_prompt_tokens = script.cached
-                output.usage.prefix_exact = script.prefix_exact
-                output.timings.prefill_ns = 1000
+                _end(output, submit, script, len(tokens) + script.usage_off_by)
             if ended:
                 del self.active[submit.request_id]
             if script.skip_at is None or not position <= script.skip_at < position + len(step):
-                self._send(outbox, output)
+                emit(output)
             if script.repeat_at is not None and position <= script.repeat_at < position + len(step):
-                self._send(outbox, output)
+                emit(output)
             position += len(step)
             self.num_emitted[submit.request_id] = position
             if ended:
                 if script.error is not None:
-                    self._send(outbox, _failed(submit.request_id, position, script.error))
+                    emit(_failed(submit.request_id, position, script.error))
                 return
             await asyncio.sleep(script.every_s)
 
@@ -203,6 +286,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         load.CopyFrom(self.load)
         load.num_running += len(self.active)
         outbox.put_nowait(worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(sequences=[output], load=load)))
+
+
+def _end(output: worker_pb2.SequenceOutput, submit: worker_pb2.Submit, script: Script, num_tokens: int) -> None:
+    output.usage.prompt_tokens = len(submit.prompt_token_ids)
+    output.usage.output_tokens = num_tokens
+    output.usage.cached_prompt_tokens = script.cached
+    output.usage.prefix_exact = script.prefix_exact
+    output.timings.prefill_ns = 1000
 
 
 def _failed(request_id: str, offset: int, error: errors.TailpackError) -> worker_pb2.SequenceOutput:
@@ -222,6 +313,7 @@ def worker_info(
     max_sequence_tokens: int = 4096,
     tokenizer_digest: bytes = b"",
     eos_token_ids: Sequence[int] = (1,),
+    features: Sequence[str] = ("resume",),
 ) -> types_pb2.WorkerInfo:
     """What a worker says of itself; a new incarnation each time."""
     return types_pb2.WorkerInfo(
@@ -237,6 +329,7 @@ def worker_info(
         ),
         kv_mode="dense",
         max_running=64,
+        features=features,
     )
 
 
