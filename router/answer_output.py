@@ -85,14 +85,7 @@ def explained(error: TailpackError, address: str, num_tokens: int, timeout_s: fl
         return Unavailable(
             f"the router at {address} stopped, or the connection was lost, {after}", hint="send the request again"
         )
-    silent = isinstance(error, Unavailable) and error.reason == Unavailable.default_reason and error.hint is None
-    if silent and "andshake failed" in error.message:
-        return Unavailable(
-            f"no TLS connection to {address}",
-            given=error.message.rpartition("last error: ")[2][:300],
-            hint="compare --tls-ca, the host's name and --tls-client-cert with what the router has",
-        )
-    if silent:
+    if isinstance(error, Unavailable) and error.reason == Unavailable.default_reason and error.hint is None:
         return Unavailable(
             f"no router at {address}", hint="start one with `tailpack up`, or name another with --router"
         )

@@ -22,6 +22,9 @@ from protos.errors import (
 DEFAULT_GRACE_MS = 30_000
 """How long routers keep a resumable answer whose request names no time."""
 
+WRONG_DOOR = ("SERVER_CERTIFICATE_REFUSED", "TLS_NOT_SPOKEN")
+"""Reasons of connections that fail the same way each time."""
+
 MAX_HINT_MS = 60_000
 """Who is told to come back later than this gives up."""
 
@@ -239,7 +242,7 @@ def _passes(failure: Failure, *, again: bool) -> bool:
         case Unavailable() | CapacityError() if (error.retry_after_ms or 0) > MAX_HINT_MS:
             return False
         case Unavailable():
-            return True
+            return error.reason not in WRONG_DOOR
         case CapacityError():
             return error.retry_after_ms is not None  # where waiting helps, the router says how long
         case RequestCancelled():

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
+from protos.tls import ServerTls
 
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 TEXTS = ("Où", " est", "", " 日本", "", " 🎉", "?", "")
@@ -60,10 +61,11 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
     worker_state: str = "ready"
     kept: set[str] = field(default_factory=set)  # ids of resumable answers
     address: str = ""
+    tls: ServerTls | None = None
     _server: rpc.RpcServer | None = None
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
-        self._server = rpc.RpcServer("fake-router")
+        self._server = rpc.RpcServer("fake-router", tls=self.tls)
         self._server.add(router_pb2_grpc.add_RouterServicer_to_server, self, SERVICE_NAME)
         self.address = await self._server.start(address)
         return self.address

@@ -18,9 +18,12 @@ import pytest
 
 from protos import errors, router_pb2
 from protos.errors import TailpackError
-from router.client import Answer, AsyncTailpack, Chunk, RetryPolicy, Tailpack
+from protos.tls import ServerTls
+from router.answer_output import explained
+from router.client import Answer, AsyncTailpack, Chunk, ClientTls, RetryPolicy, Tailpack
 from router.connection_options import read_token
-from tests.scenarios.fake_router import TEXTS, Call, Plan, fake_routers
+from tests.certificates import Authority
+from tests.scenarios.fake_router import TEXTS, Call, FakeRouter, Plan, fake_routers
 from tests.scenarios.router_harness import until
 
 TEXT = "".join(TEXTS)
@@ -395,6 +398,29 @@ async def test_every_call_says_who_calls(flavour: Flavour) -> None:
         error = await fails(_built(flavour, token="nø"))
         assert error.reason == "BAD_TOKEN" and "ø" not in str(error)
         await client.call("close")
+
+
+async def test_tls_is_used_and_a_stranger_is_refused_at_once(flavour: Flavour, tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    issued = authority.issue("router")
+    router = FakeRouter(tls=ServerTls(issued.cert, issued.key))
+    await router.start()
+    try:
+        client = flavour(router.address, tls=ClientTls(authority.cert))
+        check_whole(await client.collect())
+        told: list[TailpackError] = []
+        slow = RetryPolicy(first_delay_s=3600.0)
+        other = flavour(
+            router.address, tls=ClientTls(stranger.cert), retry=slow, on_retry=lambda error, _: told.append(error)
+        )
+        error = await fails(other.collect())
+        assert (error.reason, told) == ("SERVER_CERTIFICATE_REFUSED", [])
+        assert explained(error, router.address, 0, None) is error
+        await other.call("close")
+        await client.call("close")
+        assert len(router.calls) == 1
+    finally:
+        await router.stop()
 
 
 async def _built(flavour: Flavour, **options: Any) -> None:
