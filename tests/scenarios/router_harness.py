@@ -15,11 +15,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from protos import router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2
+from protos import kserve_pb2_grpc, router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2
 from protos.tls import ClientTls, ServerTls
 from router.admission import DEFAULT_MAX_REQUEST_BYTES
 from router.auth import Authenticator
 from router.client import AsyncTailpack, RetryPolicy
+from router.kserve import SERVICE_NAME as KSERVE_NAME
+from router.kserve import KserveService
 from router.requests import Requests
 from router.service import SERVICE_NAME, RouterService
 from router.tenants import NO_LIMITS
@@ -110,6 +112,7 @@ async def cluster(
     )
     server = rpc.RpcServer("router", tls=tls, tenant_of=tokens.tenant_of if tokens else None)
     server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
+    server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, KserveService(requests), KSERVE_NAME)
     address = await server.start("127.0.0.1:0")
     requests.start()
     try:
