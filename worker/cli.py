@@ -19,7 +19,7 @@ from protos import logs, rpc, tracing
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.metrics import OFF
 from protos.tls_options import server_tls, server_tls_options
-from worker.config import ADMISSIONS, DEFAULT_PRESET, default_dtype
+from worker.config import ADMISSIONS, DEFAULT_PRESET, RETENTIONS, default_dtype
 
 # Choices as the help shows them; WorkerConfig refuses any other.
 _DTYPES = f"[{'|'.join(('auto', *ITEM_BYTES))}]"
@@ -27,6 +27,7 @@ _DTYPE_DEFAULT = "[default: bfloat16 on a GPU, else float32]"
 _DEVICES = "[auto|cpu|cuda]"
 _KV_MODES = f"[{'|'.join(COMPILED_MODES)}]"
 _KV_PRESETS = f"[{'|'.join(PRESETS)}]"
+_RETENTIONS = f"[{'|'.join(RETENTIONS)}]"
 _ADMISSIONS = f"[{'|'.join(ADMISSIONS)}]"
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -54,6 +55,26 @@ def seconds(text: str) -> float:
     if not 0 <= value <= _MOST_SECONDS:
         raise click.BadParameter(f"{text!r} is not from 0 to {_MOST_SECONDS} seconds")
     return value
+
+
+def deepseek_v4_options(command: Any) -> Any:
+    """What only DeepSeek-V4 can be asked for; other families refuse it by name."""
+    for option in (
+        advanced_option(
+            "--drafts", default=0, help="deepseek_v4: tokens that its MTP block guesses for each step.  [default: 0]"
+        ),
+        advanced_option(
+            "--pack-compressed", default="", metavar=_KV_PRESETS, help="deepseek_v4: pack compressed rows as well."
+        ),
+        advanced_option(
+            "--kv-retention",
+            default="",
+            metavar=_RETENTIONS,
+            help="deepseek_v4: raw rows kept behind the window.  [default: all; in mode window none]",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 @click.command(cls=HelpAllCommand)
@@ -89,6 +110,7 @@ def seconds(text: str) -> float:
 @advanced_option(
     "--kv-preset", default="", metavar=_KV_PRESETS, help=f"Of mode turboquant.  [default: {DEFAULT_PRESET}]"
 )
+@deepseek_v4_options
 @advanced_option("--dense-layers", default="0,0", show_default=True, help="First and last layers that stay dense: F,L.")
 @advanced_option("--checkpoints", default=-1, help="Tails kept for exact resumes.  [default: as many as --max-running]")
 @advanced_option(
@@ -202,6 +224,7 @@ def worker_group() -> None:
 @advanced_option(
     "--kv-preset", default="", metavar=_KV_PRESETS, help=f"Of mode turboquant.  [default: {DEFAULT_PRESET}]"
 )
+@deepseek_v4_options
 @advanced_option("--dense-layers", default="0,0", show_default=True, help="First and last layers that stay dense: F,L.")
 @advanced_option("--checkpoints", default=-1, help="Tails kept for exact resumes.  [default: as many as --max-running]")
 @advanced_option("--admission", default="worst_case", show_default=True, metavar=_ADMISSIONS)

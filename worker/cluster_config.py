@@ -45,6 +45,9 @@ class ClusterConfig:
     dtype: str = "float32"
     kv_mode: str = "dense"
     kv_preset: str = ""
+    kv_retention: str = ""
+    pack_compressed: str = ""
+    drafts: int = 0
     dense_layers: tuple[int, int] | str = (0, 0)
     checkpoints: int = -1
     admission: str = "worst_case"
@@ -123,6 +126,9 @@ class ClusterConfig:
             "dtype": self.dtype,
             "kv_mode": self.kv_mode,
             "kv_preset": self.kv_preset,
+            "kv_retention": self.kv_retention,
+            "pack_compressed": self.pack_compressed,
+            "drafts": self.drafts,
             "dense_layers": self.dense_layers,
             "checkpoints": self.checkpoints,
             "admission": self.admission,

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kernels.widths import PRESETS
-from kvstore.geometry import COMPILED_MODES, ITEM_BYTES
+from kvstore.geometry import COMPILED_MODES, DEFAULT_MAX_STEP_TOKENS, ITEM_BYTES
 from protos.errors import ConfigError
 
+RETENTIONS = ("all", "checkpoints", "none")
 ADMISSIONS = ("worst_case", "recompute")
 DEFAULT_PRESET = "tq4"  # of mode turboquant, where none is named
 
@@ -35,6 +36,10 @@ class WorkerConfig:
         dtype: of weights, activations and KV; "auto" takes the model's own.
         kv_mode: how KV pages are kept (DESIGN.md 3.1).
         kv_preset: bits of keys and values in mode turboquant; empty takes tq4 there, and must be empty elsewhere.
+        kv_retention: what deepseek_v4 keeps of raw rows behind its window: "all", "checkpoints" (every 16th page and
+            those of prompt ends) or "none"; empty takes the mode's own, which is none in mode window, else all.
+        pack_compressed: a preset that packs deepseek_v4's compressed rows, too; attention then reads packed
+            rows, and its results change. Empty leaves them dense.
         dense_layers: how many of the model's first and last layers stay dense, in a mode other than dense.
         arena_bytes: for all KV arenas together, tails and checkpoints included.
         checkpoints: tails kept for exact resumes, at most; each is as large as a sequence's tail. -1: as many as
@@ -47,6 +52,8 @@ class WorkerConfig:
         prefill_chunk: prompt tokens that one step may compute. In deterministic mode it counts in whole spans of 128
             tokens, at least one, and does not change any result.
         deterministic: results of a sequence do not depend on its batch mates (DESIGN.md 3.5).
+        drafts: tokens that the model's MTP block guesses for each step to check, of greedy sequences; 0: none. It
+            changes no token.
         device: "cpu:0"; or a GPU, "cuda:0" or "cuda:GPU-<uuid>". By its index it is what CUDA_VISIBLE_DEVICES makes of
             it; the kvstore knows it by its UUID, so the next worker on the same GPU finds its memory.
         threads: of the tensor library; 0 takes one per core.
@@ -59,6 +66,8 @@ class WorkerConfig:
     dtype: str = "float32"
     kv_mode: str = "dense"
     kv_preset: str = ""
+    kv_retention: str = ""
+    pack_compressed: str = ""
     dense_layers: tuple[int, int] = (0, 0)
     arena_bytes: int = 1 << 30
     checkpoints: int = -1
@@ -68,6 +77,7 @@ class WorkerConfig:
     max_sequence_tokens: int = 0
     prefill_chunk: int = 256
     deterministic: bool = False
+    drafts: int = 0
     device: str = "cpu:0"
     threads: int = 0
 
@@ -75,6 +85,9 @@ class WorkerConfig:
         _choice("dtype", self.dtype, ("auto", *ITEM_BYTES))
         _choice("kv_mode", self.kv_mode, COMPILED_MODES)
         _choice("admission", self.admission, ADMISSIONS)
+        _choice("kv_retention", self.kv_retention, ("", *RETENTIONS))
+        if self.pack_compressed:
+            _choice("pack_compressed", self.pack_compressed, tuple(PRESETS))
         if self.kv_preset:
             _choice("kv_preset", self.kv_preset, tuple(PRESETS))
         if self.kv_preset and self.kv_mode != "turboquant":
@@ -110,6 +123,7 @@ class WorkerConfig:
             ("max_sequence_tokens", 0, 1 << 24),
             ("prefill_chunk", 1, 1 << 20),
             ("threads", 0, 1024),
+            ("drafts", 0, DEFAULT_MAX_STEP_TOKENS - 1),
         ):
             value = getattr(self, name)
             if not least <= value <= most:

@@ -18,7 +18,7 @@ from worker.models import deepseek_v4_checkpoint as official
 from worker.models.deepseek_v4 import DeepseekV4
 from worker.models.deepseek_v4_config import MODEL_TYPE as DEEPSEEK_V4
 from worker.models.deepseek_v4_config import DeepseekV4Config
-from worker.models.deepseek_v4_geometry import cache_geometry, with_raw_mode
+from worker.models.deepseek_v4_geometry import cache_geometry, demand_raw_reach, with_raw_mode
 from worker.models.deepseek_v4_quantized import dequantized_fp4, dequantized_fp8
 from worker.models.layers import Weights
 from worker.models.llama import MODEL_TYPES, Llama, LlamaConfig
@@ -86,6 +86,12 @@ class LlamaArchitecture:
         return {name for name in names if name.endswith("rotary_emb.inv_freq")} | tied
 
     def geometry(self, config: WorkerConfig, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
+        _demand_drafts(config, 0)
+        for name in ("kv_retention", "pack_compressed"):
+            if value := getattr(config, name):
+                raise ConfigError(
+                    f"{name} would do nothing with {self.model_type}", given=value, allowed=f"{name} with {DEEPSEEK_V4}"
+                )
         geometry = apply_mode(
             self.shapes.geometry(dtype, max_sequence_tokens),
             config.kv_mode,
@@ -155,10 +161,31 @@ class DeepseekV4Architecture:
             )
         if config.dense_layers != (0, 0):
             raise ConfigError(f"dense_layers are not built for {DEEPSEEK_V4}", given=config.dense_layers, allowed="0,0")
-        return with_raw_mode(cache_geometry(self.shapes, dtype), config.kv_mode, config.preset)
+        _demand_drafts(config, self.shapes.num_draft_layers)
+        geometry = cache_geometry(self.shapes, dtype, drafts=config.drafts > 0)
+        geometry = with_raw_mode(
+            geometry,
+            config.kv_mode,
+            config.preset,
+            retention=config.kv_retention,
+            pack_compressed=config.pack_compressed,
+        )
+        demand_raw_reach(geometry, self.shapes.window)
+        return geometry
 
     def network(self, weights: Weights, max_sequence_tokens: int) -> DeepseekV4:
         return DeepseekV4(self.shapes, weights)
+
+
+def _demand_drafts(config: WorkerConfig, num_draft_layers: int) -> None:
+    if config.drafts and not num_draft_layers:
+        raise ConfigError(
+            "the model has no MTP block to guess with",
+            reason="NO_DRAFT_LAYERS",
+            given=f"drafts {config.drafts}",
+            allowed="0",
+            hint="leave drafts out",
+        )
 
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Architecture]] = {

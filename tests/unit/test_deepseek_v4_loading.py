@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protos.errors import CapacityError, ConfigError, ModelError, TailpackError
+from protos.errors import CapacityError, ConfigError, ModelError
+from tests.unit import tiny
 from tests.unit.deepseek_v4_tiny import Driver, MemoryRows
 from tests.unit.tiny import config_for
 from worker import checkpoint, cluster_config, tiny_v4, weights
@@ -354,14 +355,46 @@ def test_configs_that_are_not_understood_are_refused_before_anything_starts(
             look(folder)
 
 
-def test_what_the_family_has_not_is_refused_by_name(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"device": "cuda:0"}, "NO_GPU_KERNEL"),
+        ({"kv_mode": "turboquant", "dense_layers": (1, 1)}, "dense_layers"),
+        ({"kv_mode": "window", "kv_retention": "all"}, "RETENTION_MISMATCH"),
+        ({"kv_mode": "dense", "kv_retention": "checkpoints"}, "RETENTION_MISMATCH"),
+    ],
+)
+def test_what_the_family_has_not_is_refused_by_name(folder: Path, settings: dict[str, Any], named: str) -> None:
     shapes = architecture(json.loads((folder / "config.json").read_text()))
-    refusals: list[TailpackError] = []
-    for changes in ({"device": "cuda:0"}, {"kv_mode": "turboquant", "dense_layers": (1, 1)}):
-        with pytest.raises(ConfigError) as caught:
-            shapes.geometry(config_for(folder, **changes), "float32", 512)
-        refusals.append(caught.value)
-    assert refusals[0].reason == "NO_GPU_KERNEL" and "dense_layers" in str(refusals[1])
+    with pytest.raises(ConfigError, match=named):
+        shapes.geometry(config_for(folder, **settings), "float32", 512)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kv_retention": "none"}, {"pack_compressed": "tq4"}, {"drafts": 1}], ids=lambda s: next(iter(s))
+)
+def test_what_only_this_family_has_is_refused_by_name_elsewhere(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        load_model(config_for(tiny.write_model(tmp_path), **settings))
+
+
+def test_settings_of_the_family_reach_its_geometry_through_the_whole_cluster(folder: Path) -> None:
+    asked = {"kv_mode": "turboquant", "kv_retention": "checkpoints", "pack_compressed": "tq3", "drafts": 2}
+    cluster = ClusterConfig.of(model=str(folder), listen="127.0.0.1:0", device="cpu", **asked)
+    shapes = architecture(json.loads((folder / "config.json").read_text()))
+    raw, compressed = shapes.geometry(cluster.worker(0, Path("s"), 1 << 26), "float32", 512).groups
+    assert (raw.mode, raw.preset, raw.keep_every) == ("turboquant", "tq4", 16)
+    assert (compressed.mode, compressed.preset) == ("turboquant", "tq3")
+    assert {region.layer for region in raw.regions} == {0, 1, 2, 3}  # the MTP block's rows among them
+
+
+def test_a_window_that_is_wider_than_the_dense_tail_is_refused_where_raw_rows_are_packed(folder: Path) -> None:
+    """There decode would read packed raw rows, which this family's modes promise never to."""
+    config = json.loads((folder / "config.json").read_text()) | {"sliding_window": 512}
+    shapes = architecture(config)
+    shapes.geometry(config_for(folder), "float32", 2048)
+    with pytest.raises(ConfigError, match="DENSE_REACH_PAST_WINDOW"):
+        shapes.geometry(config_for(folder, kv_mode="turboquant"), "float32", 2048)
 
 
 # --- tiny-v4 ---
