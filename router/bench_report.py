@@ -84,7 +84,6 @@ def show(run: Run, console: Console) -> None:
             f"The load generator was a bottleneck: {busy}. Latencies are partly its own, or of what else runs on this "
             "machine: send less from here, or run it elsewhere.",
             style="yellow",
-            soft_wrap=True,
         )
 
 

@@ -40,6 +40,35 @@ def test_the_command_line_streams_an_answer(cluster: ClusterProcess) -> None:
     assert plain.stdout.decode() == "".join(chunk.get("text", "") for chunk in chunks) + "\n"
 
 
+async def test_a_load_test_measures_the_cluster(cluster: ClusterProcess) -> None:
+    arguments = [
+        "--requests",
+        "6",
+        "--concurrency",
+        "3",
+        "--warmup-s",
+        "0",
+        "--prompt-tokens",
+        "5,200",
+        "--max-tokens",
+        "9",
+    ]
+    run = await asyncio.to_thread(run_cli, "bench", "--router", cluster.router, *arguments)
+    assert run.returncode == 0, run.stderr
+    assert b"6 answers" in run.stdout and b"no errors" in run.stdout
+    await assert_nothing_left_over(cluster)
+
+
+async def test_a_resumable_answer_is_that_of_any_other_request(cluster: ClusterProcess) -> None:
+    prompt = "The quick brown fox"
+    async with AsyncTailpack(cluster.router) as client:
+        plain = await client.complete(prompt, max_tokens=24, ignore_eos=True)
+        assert (await client.complete(prompt, max_tokens=24, ignore_eos=True, resumable=True)).text == plain.text
+        async for _ in client.generate(prompt, max_tokens=900, ignore_eos=True, resumable=True):
+            break  # the work behind it must not go on for its grace time
+        await assert_nothing_left_over(cluster)
+
+
 async def test_a_prompt_may_come_on_standard_input(cluster: ClusterProcess) -> None:
     async with AsyncTailpack(cluster.router) as client:
         expected, _, _ = await answer(client, "Où est la bibliothèque? 😀", max_tokens=10)
