@@ -172,6 +172,7 @@ class Batch:
         groups: by layer group.
         workspace_rows: [P] int64, rows of prefill spans, in row order.
         workspace_of_work: of each work, where its first row lies among those; -1: it is a decode row.
+        first_row_of_work: of each work, where its first row lies in the batch.
         logit_rows: [S] int64, padded like decode rows; only the first ``num_logits`` count.
         logit_tiles: as ``tiles``, over ``logit_rows``.
         deterministic: a row's bits must not depend on R either.
@@ -185,6 +186,7 @@ class Batch:
     groups: Mapping[str, GroupBatch]
     workspace_rows: torch.Tensor
     workspace_of_work: tuple[int, ...]
+    first_row_of_work: tuple[int, ...]
     logit_rows: torch.Tensor
     logit_tiles: tuple[tuple[int, int], ...]
     num_logits: int
@@ -247,6 +249,7 @@ def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, determinis
     tiles: list[tuple[int, int]] = []
     wanted_rows: dict[int, list[int]] = {index: [] for index in range(len(work))}
     workspace_of_work: dict[int, int] = {}
+    first_row_of_work: dict[int, int] = {}
     for at, (index, piece) in enumerate(pieces):
         first, count = len(token_ids), piece.count
         token_ids += piece.token_ids
@@ -254,6 +257,7 @@ def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, determinis
         real += range(first, first + count)
         spans.append(Span(first, count, piece.start, len(workspace_rows) if count > 1 else -1))
         workspace_of_work.setdefault(index, spans[-1].workspace_row)
+        first_row_of_work.setdefault(index, first)
         if count > 1:
             workspace_rows += range(first, first + count)
         is_last = piece.start + count == work[index].start + work[index].count  # the pieces are sorted by tile size
@@ -291,10 +295,31 @@ def build_batch(work: Sequence[SpanWork], geometry: CacheGeometry, *, determinis
         },
         workspace_rows=torch.tensor(workspace_rows, dtype=torch.int64),
         workspace_of_work=tuple(workspace_of_work[index] for index in range(len(work))),
+        first_row_of_work=tuple(first_row_of_work[index] for index in range(len(work))),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         logit_tiles=logit_tiles,
         num_logits=num_logits,
         deterministic=deterministic,
+    )
+
+
+def rows_alone(token_ids: Sequence[int], positions: Sequence[int]) -> Batch:
+    """One decode row a sequence, all of whose logits are wanted, apart from any layer group."""
+    num_rows = len(token_ids)
+    tiles = ((0, num_rows),)
+    return Batch(
+        token_ids=torch.tensor(token_ids),
+        positions=torch.tensor(positions),
+        tiles=tiles,
+        spans=tuple(Span(row, 1, position) for row, position in enumerate(positions)),
+        padded=False,
+        groups={},
+        workspace_rows=torch.empty(0, dtype=torch.int64),
+        workspace_of_work=(-1,) * num_rows,
+        first_row_of_work=tuple(range(num_rows)),
+        logit_rows=torch.arange(num_rows),
+        logit_tiles=tiles,
+        num_logits=num_rows,
     )
 
 

@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import structlog
 import torch
@@ -34,11 +35,13 @@ from worker.config import WorkerConfig
 from worker.gpu_kernels import naming_kernels
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView
-from worker.model_runner import ModelRunner
+from worker.model_runner import ModelRunner, Step
+from worker.models.deepseek_v4 import DeepseekV4
 from worker.sampler import Draw, Drawn, sample
 from worker.scheduler import Work, schedule
 from worker.sequence import Load, Output, Request, Sequence, StepResult, finish_reason, validate
 from worker.sequence_kv import SequenceKv
+from worker.speculation import Drafter, accepted
 from worker.tracing import NoSpans
 from worker.waiting import Waiting
 from worker.weights import Model
@@ -95,6 +98,7 @@ class Engine:
                 max_sequence_tokens=model.info.max_sequence_tokens,
             )
             self._held = SequenceKv(attachment, kv, on_gpu)
+            self._drafter = _drafter(config, model, kv)
         self.failed = threading.Event()
         self.failure: TailpackError | None = None
         self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
@@ -283,14 +287,19 @@ class Engine:
             traced = self._spans.step(work, self._held.kv.counters)
             step = self._runner.run(work)
             traced.mark("forward")
-            drawn = sample(step.logits, [_draw(w.sequence) for w in work if w.wants_logits])
+            said = self._sample(work, step)
             traced.mark("sample")
+            if self._drafter is not None:
+                self._drafter.follow(work, step, said)
+                traced.mark("draft")
             kept = self._held.keep_rows(work, step, new_pages)
             traced.mark("seal")
-            ends = self._commit(work, drawn)
+            ends = self._commit(work, said)
             self._held.publish(work, kept)
             traced.end()
             self._say(ends)
+            if self._drafter is not None:
+                self._drafter.propose()
             self._counters.num_steps += 1
             self._counters.last_step_ns = time.monotonic_ns() - began_ns
         self._publish()
@@ -372,6 +381,7 @@ class Engine:
         self._running.remove(sequence)
         self._held.release(sequence, keep=False)
         sequence.slot, sequence.num_computed, sequence.num_dropped = -1, 0, sequence.num_dropped + 1
+        sequence.drafts = []
         self._waiting.appendleft(sequence)
         self._admission_blocked = False
         self._counters.sequences_recomputed += 1
@@ -382,30 +392,48 @@ class Engine:
         for w in work:
             w.sequence.first_run_ns = w.sequence.first_run_ns or now_ns
 
-    def _commit(self, work: list[Work], drawn: list[Drawn]) -> list[tuple[Sequence, Drawn]]:
-        """Rows are kept; now the token log and the commit word. Returns who got a token."""
-        control = self._attachment.control
-        fresh = iter(drawn)
-        ends: list[tuple[Sequence, Drawn]] = []
+    def _sample(self, work: list[Work], step: Step) -> list[list[Drawn]]:
+        """What each work says: nothing before its newest token, one token behind it, and one more a guess that holds."""
+        draws = [_draw(w.sequence) for w in work if w.wants_logits for _ in range(1 + w.num_drafts)]
+        fresh = iter(sample(step.logits, draws))
+        said: list[list[Drawn]] = []
         for w in work:
-            sequence = w.sequence
-            new = next(fresh) if w.wants_logits else None
-            self._counters.prompt_tokens += max(0, min(w.end, sequence.num_prompt) - sequence.num_computed)
-            sequence.num_computed = w.end
-            if new is not None:
-                sequence.token_ids.append(new.token_id)
-                control.append_tokens(sequence.slot, [new.token_id])
+            drawn = [next(fresh) for _ in range(1 + w.num_drafts)] if w.wants_logits else []
+            said.append(accepted(w.sequence.drafts[: w.num_drafts], drawn) if drawn else [])
+        return said
+
+    def _commit(self, work: list[Work], said: list[list[Drawn]]) -> list[tuple[Sequence, list[Drawn]]]:
+        """Rows are kept; now the token log and the commit word. Returns who got tokens."""
+        control = self._attachment.control
+        ends: list[tuple[Sequence, list[Drawn]]] = []
+        for w, drawn in zip(work, said, strict=True):
+            sequence, end = w.sequence, w.certain_end
+            self._counters.prompt_tokens += max(0, min(end, sequence.num_prompt) - sequence.num_computed)
+            self._counters.tokens_drafted += w.num_drafts
+            self._counters.tokens_accepted += max(0, len(drawn) - 1)
+            new = self._append(sequence, drawn)
+            sequence.num_computed, sequence.drafts = end + max(0, len(new) - 1), []
+            if new:
+                control.append_tokens(sequence.slot, [each.token_id for each in new])
                 ends.append((sequence, new))
             control.commit(sequence.slot, sequence.num_computed)
         return ends
 
-    def _say(self, ends: list[tuple[Sequence, Drawn]]) -> None:
+    def _append(self, sequence: Sequence, drawn: list[Drawn]) -> list[Drawn]:
+        """Appends what was drawn, up to where the sequence ends; returns that."""
+        for count, new in enumerate(drawn, 1):
+            sequence.token_ids.append(new.token_id)
+            if finish_reason(sequence, self._model.eos_token_ids) != types_pb2.FINISH_REASON_UNSPECIFIED:
+                return drawn[:count]
+        return drawn
+
+    def _say(self, ends: list[tuple[Sequence, list[Drawn]]]) -> None:
         """What goes out: tokens that are logged, over rows that are committed."""
         now_ns = time.monotonic_ns()
         for sequence, new in ends:
             sequence.first_token_ns = sequence.first_token_ns or now_ns
             sequence.last_token_ns = now_ns
-            self._counters.tokens_emitted += 1
+            self._counters.tokens_emitted += len(new)
             reason = finish_reason(sequence, self._model.eos_token_ids)
             if reason == types_pb2.FINISH_REASON_UNSPECIFIED:
                 self._outputs.append(_output(sequence, new))
@@ -456,7 +484,7 @@ class Engine:
         sequence: Sequence,
         reason: types_pb2.FinishReason.ValueType,
         error: TailpackError | None = None,
-        new: Drawn | None = None,
+        new: Seq[Drawn] = (),
     ) -> None:
         """The only place where a sequence ends: takes it out of every list, frees what it holds, says the last word."""
         assert not sequence.finished
@@ -529,13 +557,20 @@ class Engine:
             self._load = load
 
 
+def _drafter(config: WorkerConfig, model: Model, kv: KvView) -> Drafter | None:
+    if not config.drafts:
+        return None
+    assert isinstance(model.network, DeepseekV4)  # other families are refused before they are loaded
+    return Drafter(model.network, kv, config.drafts)
+
+
 def _draw(sequence: Sequence) -> Draw:
     return Draw(sequence.request.sampling, sequence.token_ids, sequence.seen)
 
 
 def _output(
     sequence: Sequence,
-    new: Drawn | None,
+    new: Seq[Drawn],
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED,
     error: TailpackError | None = None,
 ) -> Output:
@@ -546,9 +581,9 @@ def _output(
     return Output(
         request_id=sequence.request.request_id,
         owner=sequence.request.owner,
-        token_offset=sequence.num_emitted - (new is not None),
-        token_ids=(new.token_id,) if new is not None else (),
-        logprobs=(new.logprobs,) if new is not None and new.logprobs is not None else (),
+        token_offset=sequence.num_emitted - len(new),
+        token_ids=tuple(each.token_id for each in new),
+        logprobs=tuple(each.logprobs for each in new if each.logprobs is not None),
         finish_reason=reason,
         error=error,
         usage=sequence.usage() if last else None,

@@ -31,11 +31,14 @@ class Step:
         logits: [S, vocab_size] float32 of the work that wants them, in order, in host memory.
         workspace: KV rows of prefill spans, of groups with a tail.
         workspace_rows: of each work, where its rows begin in the workspace; -1: they are in the tail.
+        batch: its rows. streams: what an MTP block reads of each of them; None of models that can have none.
     """
 
     logits: torch.Tensor
     workspace: Workspace
     workspace_rows: tuple[int, ...]
+    batch: Batch
+    streams: torch.Tensor | None = None
 
 
 class ModelRunner:
@@ -88,13 +91,14 @@ class ModelRunner:
         """Computes all work: decode rows are in their tails or pages afterwards, prefill rows in pages or workspace."""
         spans = [
             SpanWork(
-                token_ids=w.sequence.token_ids[w.sequence.num_computed : w.end],
+                token_ids=w.token_ids,
                 start=w.sequence.num_computed,
                 pages=w.sequence.pages,
                 is_prompt=w.sequence.num_computed < w.sequence.num_prompt,
                 wants_logits=w.wants_logits,
                 bases=w.sequence.bases,
                 tail_slots=w.sequence.tail_slots,
+                num_drafts=w.num_drafts,
             )
             for w in work
         ]
@@ -103,13 +107,15 @@ class ModelRunner:
             if self._on_gpu:
                 batch = batch.to(self._network.device)
             workspace = Workspace(batch)
-            logits = self._forward(batch, workspace)
-            return Step(logits.to("cpu"), workspace, batch.workspace_of_work)
+            logits, streams = self._forward(batch, workspace)
+            return Step(logits.to("cpu"), workspace, batch.workspace_of_work, batch, streams)
 
-    def _forward(self, batch: Batch, workspace: Workspace) -> torch.Tensor:
-        if isinstance(self._network, DeepseekV4):
-            return self._network.forward(batch, KvRows(self._kv, workspace, batch))
-        return self._network.forward(batch, self._kv, workspace, self._attend)
+    def _forward(self, batch: Batch, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor | None]:
+        network = self._network
+        if isinstance(network, DeepseekV4):
+            streams = network.streams(batch, KvRows(self._kv, workspace, batch))
+            return network.logits(streams, batch), streams
+        return network.forward(batch, self._kv, workspace, self._attend), None
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -172,7 +178,7 @@ def _row_parts(network: Network, x: torch.Tensor, tiles: Tiles = ()) -> tuple[to
     logit_rows = torch.arange(num_logits, device=x.device)
     logit_tiles = tiles if num_logits else ()
     batch = Batch(
-        zeros, zeros, tiles, (), False, {}, empty, (), logit_rows, logit_tiles, num_logits, deterministic=True
+        zeros, zeros, tiles, (), False, {}, empty, (), (), logit_rows, logit_tiles, num_logits, deterministic=True
     )
     layer, logits = network.row_parts(x, batch)
     return layer, logits if num_logits else layer

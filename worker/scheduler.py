@@ -15,10 +15,11 @@ from worker.sequence import Sequence
 
 @dataclass(frozen=True)
 class Work:
-    """Compute the next ``count`` tokens of ``sequence``, at least one."""
+    """Compute the next ``count`` tokens of ``sequence``, at least one; the last ``num_drafts`` of them are guesses."""
 
     sequence: Sequence
     count: int
+    num_drafts: int = 0
 
     @property
     def end(self) -> int:
@@ -26,9 +27,20 @@ class Work:
         return self.sequence.num_computed + self.count
 
     @property
+    def certain_end(self) -> int:
+        """``end`` without the guesses."""
+        return self.end - self.num_drafts
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What is computed, guesses included."""
+        sequence = self.sequence
+        return sequence.token_ids[sequence.num_computed : self.end] + sequence.drafts[: self.num_drafts]
+
+    @property
     def wants_logits(self) -> bool:
-        """Whether the work reaches the newest token, so that the next one can be drawn."""
-        return self.end == len(self.sequence.token_ids)
+        """Whether the work reaches the newest token, so that the next one can be drawn; and one more a guess."""
+        return self.certain_end == len(self.sequence.token_ids)
 
 
 def schedule(
@@ -50,7 +62,8 @@ def schedule(
     for sequence in running:
         replaying = deterministic and sequence.num_computed >= sequence.num_prompt
         if replaying or sequence.num_uncomputed == 1:
-            work.append(Work(sequence, 1))
+            num_drafts = len(sequence.drafts) if sequence.num_uncomputed == 1 else 0
+            work.append(Work(sequence, 1 + num_drafts, num_drafts))
             continue
         start = sequence.num_computed
         remaining = (sequence.num_prompt if deterministic else len(sequence.token_ids)) - start

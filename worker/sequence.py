@@ -197,6 +197,7 @@ class Sequence:
     first_run_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
+    drafts: list[int] = field(default_factory=list)  # guesses at what follows token_ids, to be checked by the next step
     seen: Seen = field(default_factory=Seen)  # of token_ids, for the repetition penalty
     seed_reported: bool = False
     finished: bool = False

@@ -37,8 +37,8 @@ NewPages = Mapping[int, Mapping[str, Sequence[NewPage]]]
 
 @dataclass(frozen=True)
 class Kept:
-    """What ``keep_rows`` leaves for ``publish``: checksums of pages written, tails to fill after the commit, and of each
-    work the tokens that are there whatever becomes of its guesses.
+    """What ``keep_rows`` leaves for ``publish``: checksums of pages written, tails to fill after the commit, and the
+    tokens of each work's sequence that are there whatever becomes of guesses.
     """
 
     checksums: dict[tuple[str, int], int]

@@ -254,6 +254,7 @@ def make_batch(work: Sequence[tuple[int, Sequence[int]]], *, padding: int = 0, d
         groups={},
         workspace_rows=torch.empty(0, dtype=torch.int64),
         workspace_of_work=(),
+        first_row_of_work=(),
         logit_rows=torch.tensor(logit_rows),
         logit_tiles=tiles if deterministic else ((0, num_rows),),
         num_logits=num_rows,
