@@ -34,6 +34,7 @@ class ClusterProcess:
         self.router: str = ready["router"]
         self.http: str = ready["http"]
         self.workers: list[str] = ready["workers"]
+        self.metrics: list[str] = ready["metrics"]
         self.kv_socket = Path(ready["kvstore"])
         self.folder = Path(ready["logs"]).parent
         self.pids: dict[str, Any] = ready["pids"]
