@@ -171,9 +171,10 @@ class AnswerState:
             if chunk.usage.output_tokens != self.num_tokens:
                 raise _gap("an end that does not fit the tokens", chunk.usage.output_tokens, self.num_tokens)
             self.ended = True
-        self._num_failures = self._num_unknown = 0
-        self._hint_s = 0.0
-        self._loss = None
+        if chunk.token_ids or chunk.text or chunk.finish_reason:
+            self._num_failures = self._num_unknown = 0
+            self._hint_s = 0.0
+            self._loss = None
 
     def check_ended(self) -> None:
         """At the end of a stream without an error. Raises InternalError (TOKEN_GAP) where the last chunk is missing."""
@@ -190,7 +191,8 @@ class AnswerState:
         num_tries = self._num_failures
         if self._loss is None:
             self._loss, self._lost_s = failure, now_s
-        self._kept = self._kept or (self.resumable and failure.accepted)
+        if self.resumable and failure.accepted and (self._begun or not failure.spoken):
+            self._kept = True  # a router that refuses a request keeps nothing of it
         unknown = self.resuming and isinstance(failure.error, NotFound)
         if self._policy.max_retries == 0 or not (unknown or _passes(failure, again=num_tries > 0)):
             self._give_up(failure.error)

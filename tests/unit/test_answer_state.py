@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protos import router_pb2
 from protos.errors import CapacityError, DeadlineExceeded, RequestCancelled, TailpackError, Unavailable
 from router.answer_state import AnswerState, Failure, RetryPolicy
 from router.client_request import build_request
@@ -65,6 +66,27 @@ def test_a_deadline_is_not_waited_past() -> None:
         state.remaining_s(10.0)
     with pytest.raises(Unavailable):
         state.failed(LOST, now_s=9.99, jitter=0.0)
+
+
+@pytest.mark.parametrize("spoken", [False, True])
+def test_only_what_a_router_may_keep_is_tried_for_the_grace_time(spoken: bool) -> None:
+    """Without a token yet: lost connections leave a request running, refusals do not."""
+    state = AnswerState("r", build_request("x", resumable=True, resume_grace_ms=5000), RetryPolicy(max_retries=2))
+    now_s, tries = 0.0, 0
+    with pytest.raises(Unavailable):
+        while True:
+            tries += 1
+            now_s += state.failed(Failure(LOST.error, spoken=spoken, accepted=True), now_s=now_s, jitter=0.0)
+    assert tries == 3 if spoken else now_s > 4.0
+
+
+def test_chunks_without_news_are_no_progress() -> None:
+    """A router that says something empty each time before it is lost is not asked for ever."""
+    state = AnswerState("r", build_request("x"), RetryPolicy(max_retries=2))
+    with pytest.raises(Unavailable):
+        for _ in range(10):
+            state.take(router_pb2.GenerateResponse(request_id="r"))
+            state.failed(LOST, now_s=0.0, jitter=0.0)
 
 
 @pytest.mark.parametrize(("error", "told"), [(LOST.error, False), (DeadlineExceeded("late"), True)])
