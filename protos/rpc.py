@@ -677,6 +677,9 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
     async def _abort(self, failure: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if isinstance(failure, grpc.aio.AbortError):
             raise failure
+        if isinstance(failure, grpc.aio.InternalError):
+            # What sending raises when the caller's connection is gone, a moment before gRPC cancels the call.
+            raise asyncio.CancelledError from failure
         if not isinstance(failure, TailpackError):
             log.error("bug in a handler", server=self._name, method=method, exc_info=failure)
             failure = errors.InternalError(
