@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -242,7 +243,7 @@ def _real(name: str, parameter: kserve_pb2.InferParameter) -> float:
 
 def _integer(name: str, parameter: kserve_pb2.InferParameter, low: int, high: int) -> int:
     value = _value(parameter)
-    if isinstance(value, str) and value.removeprefix("-").isdecimal() and len(value) <= 20:
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,20}", value):
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
         return value
