@@ -21,9 +21,11 @@ COPIED = (
     "protos",  # with the generated gRPC code
     "kvstore",
     "worker",
+    "router",
     "tests/kernels",
     "tests/unit",
     "tests/scenarios",
+    "tests/certificates.py",
     "tests/conftest.py",
     "pyproject.toml",
 )
@@ -62,6 +64,8 @@ V4 = "worker/models/deepseek_v4_"
 V4_HYPER, V4_MOE, V4_ROPE, V4_INDEXER = V4 + "hyper.py", V4 + "moe.py", V4 + "rope.py", V4 + "indexer.py"
 TEST_V4, TEST_V4_LOADING = "tests/unit/test_deepseek_v4_failures.py::", "tests/unit/test_deepseek_v4_loading.py::"
 FLOOR = "return max(0, n - (window + max(t - 1, margin)))"
+ANSWER_STATE, TEST_STATE = "router/answer_state.py", "tests/unit/test_answer_state.py::"
+TEST_CLIENT, TEST_BENCH = "tests/scenarios/test_client.py::", "tests/unit/test_bench_statistics.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -623,6 +627,57 @@ MUTATIONS: tuple[Mutation, ...] = (
             TEST_V4_LOADING + "test_what_is_planned_is_what_is_held",
             TEST_V4_LOADING + "test_flash_is_refused_with_what_it_would_take_and_nothing_is_read",
         ),
+    ),
+    Mutation(
+        "client: the text's offsets not checked",
+        ((ANSWER_STATE, '            ("text", chunk.text_offset, self.num_text_bytes),\n', ""),),
+        (TEST_CLIENT + "test_wrong_offsets_are_an_error",),
+    ),
+    Mutation(
+        "client: characters counted for bytes",
+        ((ANSWER_STATE, "len(chunk.text.encode())", "len(chunk.text)"),),
+        (TEST_CLIENT + "test_cut_at_every_token_a_resumable_answer_is_whole",),
+    ),
+    Mutation(
+        "client: tokens emitted, and tried again",
+        ((ANSWER_STATE, "if self._begun and not self.resumable:", "if False:"),),
+        (TEST_CLIENT + "test_after_a_token_only_a_resumable_answer_goes_on",),
+    ),
+    Mutation(
+        "client: no room without a hint tried again",
+        ((ANSWER_STATE, "return error.retry_after_ms is not None", "return True"),),
+        (TEST_CLIENT + "test_what_will_not_pass_is_not_tried_again",),
+    ),
+    Mutation(
+        "client: a call that a stopping router cuts taken for a Cancel",
+        ((ANSWER_STATE, "return not failure.spoken", "return False"),),
+        (TEST_STATE + "test_a_cancel_that_no_router_speaks_of_is_a_lost_connection",),
+    ),
+    Mutation(
+        "client: a refused request taken for one that is kept",
+        ((ANSWER_STATE, " and (self._begun or not failure.spoken)", ""),),
+        (TEST_STATE + "test_only_what_a_router_may_keep_is_tried_for_the_grace_time",),
+    ),
+    Mutation(
+        "client: a resumable answer left without a word",
+        (
+            (
+                "router/client.py",
+                "                await self._cancel(state.request_id, CANCEL_TIMEOUT_S)",
+                "                pass",
+            ),
+        ),
+        (TEST_CLIENT + "test_leaving_the_loop_ends_the_work_behind_it",),
+    ),
+    Mutation(
+        "bench: latencies from when a request was sent",
+        (("router/bench_statistics.py", "one.first_token_s - one.intended_s", "one.first_token_s - one.sent_s"),),
+        (TEST_BENCH + "test_latencies_count_from_when_a_request_was_due",),
+    ),
+    Mutation(
+        "bench: the warm-up measured",
+        (("router/bench_statistics.py", "if one.intended_s < self.begin_s:", "if False:"),),
+        (TEST_BENCH + "test_the_warm_up_is_left_out",),
     ),
 )
 
