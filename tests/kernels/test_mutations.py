@@ -19,6 +19,6 @@ def test_every_edit_fits_and_every_named_test_exists(mutation: Any) -> None:
         assert old != new
     for test in mutation.tests:
         file, function = test.split("::")
-        names = {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
-        assert function in names
+        nodes = ast.parse((ROOT / file).read_text()).body
+        assert function in {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     assert f"| {mutation.name} |" in mutations.DOCUMENT.read_text(), "run python -m tests.mutations --write"
