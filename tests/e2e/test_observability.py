@@ -2,32 +2,75 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import urllib.error
 import urllib.request
+import uuid
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from protos import router_pb2, types_pb2
 from protos.errors import TailpackError
 from router.client import AsyncTailpack
 from tests.dashboard import GIVEN_BY_PROMETHEUS, expressions
 from tests.e2e.cluster import ClusterProcess
-from tests.e2e.probe import answer
 
 MARKER = "xyzzy-secret-plugh"
 
 
-async def send_some(cluster: ClusterProcess) -> None:
-    """Requests that are answered and refused; their prompts have the marker."""
+def refused_ones() -> list[router_pb2.GenerateRequest]:
+    """As no client of ours would send them."""
+    stop = types_pb2.StopConditions(max_tokens=4)
+    return [
+        router_pb2.GenerateRequest(text=MARKER, model=f"none such {MARKER}"),
+        router_pb2.GenerateRequest(text=MARKER, sampling=types_pb2.Sampling(temperature=-1), stop=stop),
+        router_pb2.GenerateRequest(text=MARKER * 2000, stop=stop),
+        router_pb2.GenerateRequest(text=MARKER, stop_strings=[MARKER * 100], stop=stop),
+    ]
+
+
+async def send_some(cluster: ClusterProcess) -> list[str]:
+    """Requests that are answered and refused, through gRPC and HTTP; their prompts have the marker.
+
+    Returns:
+        Ids of answered ones.
+    """
+    answered = [f"answered-{uuid.uuid4()}" for _ in range(4)]  # over both workers
     async with AsyncTailpack(cluster.router) as client:
-        for number in range(4):  # over both workers
-            await answer(client, f"{MARKER} {number}", max_tokens=4)
-        for wrong in ({"model": "none such"}, {"temperature": 99999.0}):
+        for request_id in answered:
+            async for _ in client.generate(f"{MARKER} {request_id}", max_tokens=4, request_id=request_id):
+                pass
+        for request in refused_ones():
             with pytest.raises(TailpackError):
-                await answer(client, MARKER, max_tokens=4, **wrong)
-        with pytest.raises(TailpackError):
-            await answer(client, MARKER * 2000, max_tokens=4)
+                async for _ in client.stream(request):
+                    pass
+    chat = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": MARKER}]}
+    statuses = [
+        await asyncio.to_thread(post, cluster, body)
+        for body in (
+            json.dumps(chat),
+            json.dumps({**chat, "model": MARKER}),
+            json.dumps({**chat, "messages": [{"role": MARKER, "content": MARKER}]}),
+            f'{{"model": "{MARKER}',
+        )
+    ]
+    assert statuses[0] == 200 and all(400 <= status < 500 for status in statuses[1:])
+    return answered
+
+
+def post(cluster: ClusterProcess, body: str) -> int:
+    request = urllib.request.Request(
+        f"{cluster.http}/v1/chat/completions", body.encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as refused:
+        return refused.code
 
 
 def pages(cluster: ClusterProcess) -> dict[str, str]:
@@ -57,24 +100,31 @@ async def test_the_dashboard_names_what_the_processes_export(cluster: ClusterPro
             assert labels <= exported[name] | GIVEN_BY_PROMETHEUS, named.expression
 
 
+def lines_of(cluster: ClusterProcess, name: str, event: str) -> dict[str, dict[str, Any]]:
+    """By request id."""
+    text = (cluster.folder / "logs" / name).read_text()
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+    return {line["request_id"]: line for line in lines if line["event"] == event}
+
+
 async def test_routers_and_workers_log_each_request_and_nobody_its_prompt(cluster: ClusterProcess) -> None:
-    await send_some(cluster)
+    answered = await send_some(cluster)
+    at_workers: dict[str, dict[str, Any]] = {}
+    async with asyncio.timeout(20):  # what is logged comes after what is answered
+        while not set(answered) <= set(at_workers):
+            await asyncio.sleep(0.01)
+            at_workers = lines_of(cluster, "worker-0.log", "sequence") | lines_of(cluster, "worker-1.log", "sequence")
+    at_router = lines_of(cluster, "router.log", "request")
+    for request_id in answered:
+        line, at_worker = at_router[request_id], at_workers[request_id]
+        assert line["outcome"] == "finished"
+        for key in ("prompt_tokens", "cached_tokens", "output_tokens", "queue_ms", "prefill_ms", "decode_ms"):
+            assert line[key] == at_worker[key], (request_id, key)
+    reasons = {line["reason"] for line in at_router.values()}
+    assert {"UNKNOWN_MODEL", "PROMPT_TOO_LONG", "LENGTH"} <= reasons  # what was refused is there, too
     logs = {path.name: path.read_text() for path in (cluster.folder / "logs").iterdir()}
     assert {"kvstore.log", "router.log", "worker-0.log", "worker-1.log"} <= set(logs)
-    assert all(MARKER not in text for text in logs.values())
-    assert MARKER not in cluster.log
-
-    def requests(name: str, event: str) -> dict[str, dict[str, object]]:
-        lines = [json.loads(line) for line in logs[name].splitlines() if line.startswith("{")]
-        return {line["request_id"]: line for line in lines if line["event"] == event}
-
-    at_router = requests("router.log", "request")
-    at_workers = requests("worker-0.log", "sequence") | requests("worker-1.log", "sequence")
-    placed = {request_id: line for request_id, line in at_router.items() if line["worker"] is not None}
-    assert set(placed) == set(at_workers) and len(placed) >= 4
-    for request_id, line in placed.items():
-        for key in ("prompt_tokens", "cached_tokens", "output_tokens", "queue_ms", "prefill_ms", "decode_ms"):
-            assert line["outcome"] != "finished" or line[key] == at_workers[request_id][key], (request_id, key)
+    assert all(MARKER not in text for text in (*logs.values(), cluster.log))
 
 
 def test_metrics_are_on_this_machine_only(cluster: ClusterProcess) -> None:
