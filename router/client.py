@@ -127,7 +127,7 @@ class AsyncTailpack:
                 given; with chat=False it is continued as it is.
             request_id: for Cancel and logs; made up where None. The same on every try.
             timeout_s: of everything, tries and waits included.
-            traceparent: W3C trace context.
+            traceparent: W3C trace context. Where None and OpenTelemetry is in use, that of the current span.
             parameters: see Parameters.
 
         Yields:

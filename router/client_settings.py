@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -43,7 +44,10 @@ class Settings:
         _check_metadata("token", self.token, secret=True)
 
     def metadata(self, request_id: str | None = None, traceparent: str | None = None) -> tuple[tuple[str, str], ...]:
-        """Of a call. Raises InvalidRequest for what gRPC cannot send."""
+        """Of a call; the trace is the caller's current one where none is given. Raises InvalidRequest for what gRPC
+        cannot send.
+        """
+        traceparent = traceparent or _current_traceparent()
         _check_metadata("request id", request_id)
         _check_metadata("traceparent", traceparent)
         return rpc.metadata(request_id, self.tenant, traceparent, self.token)
@@ -115,6 +119,17 @@ def addresses(given: str) -> tuple[str, ...]:
             allowed="host:port, or several different ones with commas between",
         )
     return parts
+
+
+def _current_traceparent() -> str | None:
+    """Of the caller's span, where the caller uses OpenTelemetry; the library is never imported for it."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return None
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return None
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 def _check_metadata(name: str, value: str | None, *, secret: bool = False) -> None:

@@ -400,6 +400,21 @@ async def test_every_call_says_who_calls(flavour: Flavour) -> None:
         await client.call("close")
 
 
+async def test_the_callers_trace_goes_on(flavour: Flavour) -> None:
+    trace = pytest.importorskip("opentelemetry.trace")
+    span = trace.NonRecordingSpan(trace.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=trace.TraceFlags(1)))
+    given = "00-" + "1" * 32 + "-" + "2" * 16 + "-00"
+    async with fake_routers(lambda call: WHOLE) as (router,):
+        client = flavour(router.address)
+        await client.collect()
+        with trace.use_span(span):
+            await client.collect()
+            await client.collect(traceparent=given)
+        await client.call("close")
+        seen = [call.metadata.get("traceparent") for call in router.calls]
+        assert seen == [None, f"00-{0xABC:032x}-{0xDEF:016x}-01", given]
+
+
 async def test_tls_is_used_and_a_stranger_is_refused_at_once(flavour: Flavour, tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     issued = authority.issue("router")
