@@ -196,11 +196,11 @@ def cut_packed(state: GroupPages, num_tokens: int, kept_base: int | None = None)
     if kept_base is not None:
         target = kept_base
     elif not is_dense_again(num_tokens, state.base, state.window):
-        if group.retention != "all":
+        if group.retention != "all" and num_tokens:
             what = "single pages" if group.has_pages else "nothing"
             return f"group {group.name!r} keeps {what} behind its window; its tail begins at token {state.base}"
         target = dense_base(num_tokens, state.window, state.margin)
-    if state.first_page:
+    if state.first_page and num_tokens:
         needed = min(target, max(0, num_tokens - group.retained_window + 1))
         if state.first_page * PAGE_TOKENS > needed:
             freed = state.first_page * PAGE_TOKENS

@@ -177,12 +177,12 @@ class KvMatchesAnOracle(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("geometry", list(GEOMETRIES))
 def test_kv_matches_an_oracle(geometry: str) -> None:
-    """16 examples of up to 25 rules each in nine geometries: some 3,000 rules."""
+    """Up to 25 rules an example: some 4,500 rules over the fourteen geometries."""
     machine: Any = type("Kv", (KvMatchesAnOracle,), {"geometry": geometry})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=16,
+            max_examples=10 if geometry.startswith("v4") else 16,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),
