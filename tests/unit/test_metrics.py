@@ -104,7 +104,8 @@ def test_who_says_nothing_or_too_much_is_put_out(monkeypatch: pytest.MonkeyPatch
         assert ask(at)[0] == 200
 
 
-def test_a_crowd_is_turned_away_and_leaves_nothing() -> None:
+def test_a_crowd_is_turned_away_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CONNECTION_TIMEOUT_S", 60.0)  # that does not end the late one
     with served(plain) as at:
         crowd = [socket.create_connection(at, timeout=10) for _ in range(metrics.MAX_CONNECTIONS)]
         late = socket.create_connection(at, timeout=10)
