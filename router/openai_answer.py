@@ -46,6 +46,7 @@ class AnswerWriter:
         created_s: Unix time.
         fingerprint: of the weights; None where the worker tells none.
         token_bytes: what a token adds to the text, of any id.
+        token_name: how one is called that adds nothing.
         hidden: ids that end a text and are no part of it.
     """
 
@@ -58,6 +59,7 @@ class AnswerWriter:
         created_s: int,
         fingerprint: str | None,
         token_bytes: Callable[[int], bytes],
+        token_name: Callable[[int], str],
         hidden: frozenset[int],
     ) -> None:
         self._asked = asked
@@ -69,6 +71,7 @@ class AnswerWriter:
             "system_fingerprint": fingerprint,
         }
         self._token_bytes = token_bytes
+        self._token_name = token_name
         self._hidden = hidden
         self._choices = [_Choice() for _ in asked.requests]
 
@@ -170,11 +173,12 @@ class AnswerWriter:
 
     def _chat_token(self, token: types_pb2.TokenLogprob) -> Json:
         data = self._token_bytes(token.token_id)
-        return {"token": data.decode(errors="replace"), "logprob": _finite(token.logprob), "bytes": list(data)}
+        text = data.decode(errors="replace") or self._token_name(token.token_id)
+        return {"token": text, "logprob": _finite(token.logprob), "bytes": list(data)}
 
     def _top(self, position: types_pb2.PositionLogprobs) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token in position.top:  # most likely first; two tokens may have one name
+        for token in position.top:  # most likely first; names need not be unique
             top.setdefault(self._name(token.token_id), _finite(token.logprob))
         return top
 
@@ -182,7 +186,7 @@ class AnswerWriter:
         """A token as text; where it is a part of a character, as its bytes: ``bytes:\\xe6\\x97``."""
         data = self._token_bytes(token_id)
         try:
-            return data.decode()
+            return data.decode() or self._token_name(token_id)
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 

@@ -102,6 +102,7 @@ class Endpoint:
             created_s=int(time.time()),
             fingerprint=f"fp_{info.weights_digest.hex()[:12]}" if info.weights_digest else None,
             token_bytes=self._requests.tokenizer.tokens.__getitem__,
+            token_name=self._requests.tokenizer.token_name,
             hidden=frozenset() if asked.ignore_eos else frozenset(info.eos_token_ids),
         )
 

@@ -45,6 +45,7 @@ def writer(asked: Asked, ignore_eos: bool = False) -> AnswerWriter:
         created_s=12,
         fingerprint="fp_ab",
         token_bytes=TOKENS.__getitem__,
+        token_name={1: "<|end|>"}.__getitem__,
         hidden=frozenset() if ignore_eos else frozenset({EOS}),
     )
 
@@ -187,7 +188,9 @@ def test_a_stop_token_that_is_no_text_has_no_logprob_unless_it_is_an_ordinary_to
         it = writer(chat(logprobs=True), ignore_eos)
         for part in WITH_LOGPROBS:
             it.add(0, part)
-        assert len(it.whole()["choices"][0]["logprobs"]["content"]) == expected
+        content = it.whole()["choices"][0]["logprobs"]["content"]
+        assert len(content) == expected
+        assert (content[-1]["token"], content[-1]["bytes"]) == (("<|end|>", []) if ignore_eos else ("!", [33]))
 
 
 def test_any_chunking_streams_the_same_answer() -> None:
