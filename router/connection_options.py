@@ -16,6 +16,7 @@ from protos.errors import ConfigError, TailpackError
 from protos.tls import ClientTls
 from protos.tls_options import client_tls, client_tls_options
 from router.client import DEFAULT_ADDRESS, AsyncTailpack, RetryPolicy
+from router.client_settings import ignore
 
 TOKEN_VARIABLE = "TAILPACK_TOKEN"
 MAX_TOKEN_BYTES = 4096
@@ -33,7 +34,7 @@ class Connection:
     def client(
         self,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
-        on_retry: Callable[[TailpackError, float], None] = lambda error, delay_s: None,
+        on_retry: Callable[[TailpackError, float], None] = ignore,
     ) -> AsyncTailpack:
         """Not connected yet; the caller closes it."""
         return AsyncTailpack(
