@@ -5,14 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent import futures
-from contextlib import contextmanager
 from typing import Any
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -20,38 +15,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from protos import tracing
 from protos.errors import ConfigError, InvalidRequest
 from protos.tracing import NoSpan, Tracing, endpoint_of, is_sampled, request_span
+from tests.otlp import collector
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = CALLER[:-1] + "0"
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OTLP collector: keeps what it is sent. ``answer`` decides when it answers."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, Any]] = []  # service name, span
-        self.arrived = threading.Event()
-
-    def Export(self, request: Any, context: Any) -> Any:
-        for resource in request.resource_spans:
-            names = {a.key: a.value.string_value for a in resource.resource.attributes}
-            for scope in resource.scope_spans:
-                self.spans += [(names["service.name"], span) for span in scope.spans]
-        self.arrived.set()
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
-@contextmanager
-def collector() -> Iterator[tuple[Collector, str]]:
-    """A running one, and its URL."""
-    server, kept = grpc.server(futures.ThreadPoolExecutor(2)), Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(kept, server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield kept, f"http://127.0.0.1:{port}"
-    finally:
-        server.stop(0).wait(5)
 
 
 def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
