@@ -213,7 +213,7 @@ async def slow_readers(world: World, sizes: Sizes) -> None:
                     text += chunk.text
                     if not stuck and len(text) > 20_000:
                         break
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0 if stuck else 0.05)
                     while stuck and not any(f"{tenant}/{request_id}" in worker.aborts for worker in workers):
                         await asyncio.sleep(0.1)
                 end = "left"
@@ -434,7 +434,7 @@ def scripts(tokenizer: Tokenizer, sizes: Sizes) -> Callable[[worker_pb2.Submit],
                 return Script(own, endless=True, first_s=0.0001 * (len(submit.prompt_token_ids) % 300), every_s=0.002)
             case "slow":
                 # Whole words in each step, so that a step's text is words of its tenant.
-                return Script(own, endless=True, per_step=20 * len(own), every_s=0.0025 * sizes.slow_readers)
+                return Script(own, endless=True, per_step=40 * len(own), every_s=0.0025 * sizes.slow_readers)
             case "probed":
                 return Script([*own * 4, EOS], every_s=0.002)
         return Script([*own * 4, EOS], per_step=len(own))
