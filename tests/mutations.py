@@ -619,8 +619,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             (
                 "worker/memory_plan.py",
-                "sizes[0] += wanted.num_values * _ITEM_BYTES[wanted.held or dtype]",
-                "sizes[0] += found[name].num_bytes",
+                "sizes[0] += wanted.num_values * item_bytes",
+                "sizes[0] += file_bytes",
             ),
         ),
         (

@@ -11,7 +11,8 @@ from worker.checkpoint import FP8, Expected, Stored
 
 WEIGHTS, FROM_FP8, FROM_FP4 = "weights", "weights dequantised from FP8", "weights dequantised from FP4"
 _ITEM_BYTES = {**ITEM_BYTES, "int64": 8}
-_TRANSIENT = 4 + 4 + 4  # bytes a value: the most that dequantising one tensor holds beside its result
+_DEQUANTIZING = 5 * 4  # bytes a value beside the result: codes, values, scales and their product in float32
+_CHECKING = 2  # bytes a value beside a copy: whether it is finite
 
 
 class Use(NamedTuple):
@@ -39,9 +40,12 @@ def weight_uses(expected: Mapping[str, Expected], found: Mapping[str, Stored], d
             continue
         owner = WEIGHTS if not wanted.scale else FROM_FP8 if wanted.dtypes == FP8 else FROM_FP4
         sizes = held.setdefault(owner, [0, 0])
-        sizes[0] += wanted.num_values * _ITEM_BYTES[wanted.held or dtype]
-        sizes[1] += found[name].num_bytes + (found[wanted.scale].num_bytes if wanted.scale else 0)
-        largest = max(largest, wanted.num_values * (_TRANSIENT if wanted.scale else 8))
+        item_bytes = _ITEM_BYTES[wanted.held or dtype]
+        file_bytes = found[name].num_bytes + (found[wanted.scale].num_bytes if wanted.scale else 0)
+        sizes[0] += wanted.num_values * item_bytes
+        sizes[1] += file_bytes
+        beside = item_bytes + _CHECKING + (_DEQUANTIZING if wanted.scale else 0)
+        largest = max(largest, file_bytes + wanted.num_values * beside)
     uses = [Use(owner, *held[owner]) for owner in (WEIGHTS, FROM_FP8, FROM_FP4) if owner in held]
     return (*uses, Use("reading one weight", largest))
 
