@@ -6,6 +6,17 @@ Plain: scale = amax / 448 in f32, codes = e4m3(x / scale), nearest even; d + 4 b
 V4 (width 512): 448 e4m3 codes | 64 bf16 | 7 bf16 amax. The row is rounded to bf16 first, so the amax of each block of
 64 is exact in bf16, and the scale follows from it: 2^ceil(log2(max(amax, 1e-4) / 448)). The last 64 (RoPE) coordinates
 are kept as bf16.
+
+Public engines keep such rows in 584 bytes (FlashMLA's layout of V4 rows, also vLLM's and SGLang's). Ours differs so:
+
+              here                                        there
+    a row     448 codes | 64 bf16 | 7 bf16 amax: 590 B    448 codes | 64 bf16 | 7 exponents + 127, 1 pad: 584 B
+    a page    128 rows: 576 B each, then 14 B each        P rows (64, 256): 576 B each, then 8 B each
+    its size  75,520 B, planes on 128-byte boundaries     a multiple of 576 B (37,440 for 64 rows, which take 37,376)
+
+Codes and RoPE coordinates are the same bytes, and both scales are the power of two that the model was trained with, so
+both decode to the same values. The 6 bytes more keep each block's amax, of which the exponent is only the upper end:
+that row can be checked, or scaled otherwise, without the row it was made from.
 """
 
 from typing import NamedTuple
