@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +11,12 @@ from typing import Any
 import click
 
 from protos.cli_options import advanced_option
-from protos.errors import ConfigError, TailpackError
+from protos.errors import TailpackError
 from protos.tls import ClientTls
 from protos.tls_options import client_tls, client_tls_options
+from protos.token_option import read_token, token_option
 from router.client import DEFAULT_ADDRESS, AsyncTailpack, RetryPolicy
 from router.client_settings import ignore
-
-TOKEN_VARIABLE = "TAILPACK_TOKEN"
-MAX_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,7 @@ _OPTIONS = (
         metavar="HOST:PORT",
         help="Several, with commas between: the next one is asked where one fails.",
     ),
-    click.option(
-        "--token-file",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help=f"Where routers ask for a token (else ${TOKEN_VARIABLE}).",
-    ),
+    token_option,
     client_tls_options,
     advanced_option("--tenant", help="On whose behalf, where no token says so."),
 )
@@ -84,31 +76,3 @@ def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_OPTIONS):
         connected = option(connected)
     return connected
-
-
-def read_token(file: Path | None) -> str | None:
-    """The token in a file, else in the environment, else None.
-
-    Raises:
-        ConfigError: TOKEN_UNREADABLE. What the file holds is not shown.
-    """
-    if file is None:
-        return os.environ.get(TOKEN_VARIABLE) or None
-    try:
-        with file.open("rb") as opened:
-            data = opened.read(MAX_TOKEN_BYTES + 1)
-        token = data.decode("ascii").strip()
-    except OSError as failure:
-        raise ConfigError(
-            "the token file cannot be read", reason="TOKEN_UNREADABLE", given=file, hint=failure.strerror
-        ) from None
-    except UnicodeDecodeError:
-        token = ""
-    if not token or len(data) > MAX_TOKEN_BYTES or not token.isprintable():
-        raise ConfigError(
-            "the token file holds no token",
-            reason="TOKEN_UNREADABLE",
-            given=file,
-            allowed=f"one line of printable ASCII, at most {MAX_TOKEN_BYTES} bytes",
-        )
-    return token

@@ -19,6 +19,9 @@ from kvstore import client
 from protos import kvstore_pb2, router_pb2, router_pb2_grpc, rpc, worker_pb2, worker_pb2_grpc
 from protos.cli_options import HelpAllCommand
 from protos.errors import DeadlineExceeded, Unavailable
+from protos.tls import ClientTls
+from protos.tls_options import client_tls, client_tls_options
+from protos.token_option import read_token, token_option
 
 TIMEOUT_S = 5.0
 HOST = "host"
@@ -60,17 +63,29 @@ class Place:
     "--router", default="127.0.0.1:7700", show_default=True, metavar="HOST:PORT", help="Whose workers to ask."
 )
 @click.option("--worker", "workers", multiple=True, metavar="HOST:PORT", help="Ask this one instead; repeatable.")
+@token_option
+@client_tls_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def memory(router: str, workers: tuple[str, ...], as_json: bool) -> None:
+def memory(
+    router: str,
+    workers: tuple[str, ...],
+    token_file: Path | None,
+    tls_ca: Path | None,
+    tls_client_cert: Path | None,
+    tls_client_key: Path | None,
+    tls_server_name: str | None,
+    as_json: bool,
+) -> None:
     """Show what takes memory, by owner: weights, workspaces, KV pages and tails, on hosts and GPUs.
 
     A kvstore is asked through its socket, so only those on this machine are in the answer.
     """
     silent: dict[str, str] = {}
+    tls = client_tls(tls_ca, tls_client_cert, tls_client_key, tls_server_name)
     if workers:
-        infos = [_info(address) for address in workers]
+        infos = [_info(address, tls) for address in workers]
     else:
-        infos, silent = _infos_of(router)
+        infos, silent = _infos_of(router, read_token(token_file), tls)
     here = platform.node()
     sockets = dict.fromkeys(info.memory.kv_socket for info in infos if info.memory.host == here)
     places = gathered(infos, {here: [client.stats(Path(socket)) for socket in sockets if socket]})
@@ -121,11 +136,14 @@ def gathered(
     return sorted(places.values(), key=lambda place: (place.host, place.memory != HOST, place.memory))
 
 
-def _infos_of(router: str) -> tuple[list[worker_pb2.InfoResponse], dict[str, str]]:
+def _infos_of(
+    router: str, token: str | None, tls: ClientTls | None
+) -> tuple[list[worker_pb2.InfoResponse], dict[str, str]]:
     """The answers of ``router``'s workers, and why each of the others gave none, by address."""
-    with _asking("router", router) as channel:
+    with _asking("router", router, tls) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
-        known = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=TIMEOUT_S).workers
+        request, metadata = router_pb2.ListWorkersRequest(), rpc.metadata(token=token)
+        known = stub.ListWorkers(request, timeout=TIMEOUT_S, metadata=metadata).workers
     infos: list[worker_pb2.InfoResponse] = []
     silent: dict[str, str] = {}
     for worker in known:
@@ -133,21 +151,21 @@ def _infos_of(router: str) -> tuple[list[worker_pb2.InfoResponse], dict[str, str
             silent[worker.address] = f"{worker.state}: {worker.why}" if worker.why else worker.state
             continue
         try:
-            infos.append(_info(worker.address))
+            infos.append(_info(worker.address, tls))
         except Unavailable as error:  # it ended a moment ago; the others are still worth showing
             silent[worker.address] = str(error)
     return infos, silent
 
 
-def _info(address: str) -> worker_pb2.InfoResponse:
-    with _asking("worker", address) as channel:
+def _info(address: str, tls: ClientTls | None) -> worker_pb2.InfoResponse:
+    with _asking("worker", address, tls) as channel:
         return worker_pb2_grpc.WorkerStub(channel).Info(worker_pb2.InfoRequest(with_memory=True), timeout=TIMEOUT_S)
 
 
 @contextmanager
-def _asking(what: str, address: str) -> Iterator[grpc.Channel]:
+def _asking(what: str, address: str, tls: ClientTls | None) -> Iterator[grpc.Channel]:
     """Raises Unavailable with the address, or whatever else the call came to."""
-    with rpc.sync_channel(address) as channel:
+    with rpc.sync_channel(address, tls=tls) as channel:
         try:
             yield channel
         except grpc.RpcError as failure:

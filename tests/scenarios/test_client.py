@@ -19,9 +19,9 @@ import pytest
 from protos import errors, router_pb2
 from protos.errors import TailpackError
 from protos.tls import ServerTls
+from protos.token_option import read_token
 from router.answer_output import explained
 from router.client import Answer, AsyncTailpack, Chunk, ClientTls, RetryPolicy, Tailpack
-from router.connection_options import read_token
 from tests.certificates import Authority
 from tests.scenarios.fake_router import TEXTS, Call, FakeRouter, Plan, fake_routers
 from tests.scenarios.router_harness import until
