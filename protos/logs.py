@@ -18,7 +18,7 @@ _FOLDED = ("_tokens", "_ms")
 
 def _in_reading_order(_logger: object, _method: str, event: EventDict) -> EventDict:
     """When, how bad, who, what; then the rest as it was given."""
-    return {key: event[key] for key in _FIRST if key in event} | event
+    return {**{key: event[key] for key in _FIRST if key in event}, **event}
 
 
 def _for_people(_logger: object, _method: str, event: EventDict) -> EventDict:

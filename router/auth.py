@@ -20,6 +20,7 @@ import re
 import secrets
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 
 import structlog
 
-from protos.errors import ConfigError, InvalidRequest, PermissionDenied, Unauthenticated
+from protos.errors import ConfigError, InvalidRequest, PermissionDenied, TailpackError, Unauthenticated
 from router.tenants import NO_LIMITS, TenantLimits
 
 log = structlog.get_logger("auth")
@@ -80,6 +81,8 @@ class Authenticator:
 
     def __init__(self, tokens: Path | None, *, now_s: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError: TOKENS_FILE_UNREADABLE, BAD_TOKENS_FILE."""
+        self.num_refused: Counter[str] = Counter()
+        """Calls by the reason why they were not let in."""
         self._path = tokens
         self._now_s = now_s
         self._checked_s = now_s()
@@ -89,6 +92,11 @@ class Authenticator:
     @property
     def demands_tokens(self) -> bool:
         return self._path is not None
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Those that the file names."""
+        return frozenset(self._file.limits)
 
     def tenant_of(self, authorization: str | None, x_tenant: str) -> str:
         """The tenant of a call.
@@ -104,6 +112,13 @@ class Authenticator:
         if self._path is None:
             return x_tenant
         self._reload_if_changed()
+        try:
+            return self._tenant_of(authorization, x_tenant)
+        except TailpackError as refused:
+            self.num_refused[refused.reason] += 1
+            raise
+
+    def _tenant_of(self, authorization: str | None, x_tenant: str) -> str:
         if not authorization:
             raise Unauthenticated(
                 "this router demands a token", reason="TOKEN_MISSING", allowed="authorization: Bearer <token>"

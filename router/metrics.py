@@ -15,6 +15,7 @@ from protos.histogram import LATENCY_BOUNDS_S, STEP_BOUNDS_S, Histogram
 from protos.metrics import BoundedCounter, LazyCollector, histogram_family
 
 if TYPE_CHECKING:
+    from router.auth import Authenticator
     from router.requests import Requests
 
 WORKER_STATES = ("connecting", "ready", "draining", "lost", "refused")
@@ -84,15 +85,21 @@ def histogram_message(histogram: Histogram) -> router_pb2.Histogram:
 
 
 class RouterCollector(LazyCollector):
-    """Reads a router's counters; on its event loop, or while that stands still."""
+    """Reads a router's counters; on its event loop, or while that stands still.
 
-    def __init__(self, requests: Requests) -> None:
+    Args:
+        authenticator: whose tenants are told apart. Where callers name themselves, names are endless.
+    """
+
+    def __init__(self, requests: Requests, authenticator: Authenticator) -> None:
         self._requests = requests
+        self._authenticator = authenticator
 
     def collect(self) -> Iterable[Metric]:
         yield from self._traffic()
         yield from self._latency()
         yield from self._workers()
+        yield from self._of_tenants()
 
     def _traffic(self) -> Iterable[Metric]:
         requests = self._requests
@@ -123,6 +130,14 @@ class RouterCollector(LazyCollector):
         )
         yield CounterMetricFamily(
             "tailpack_router_retries", "Requests placed again before anything was emitted.", value=counters.retries
+        )
+        yield CounterMetricFamily(
+            "tailpack_router_resumes", "Calls that went on with an answer, or joined it.", value=counters.resumes
+        )
+        yield GaugeMetricFamily(
+            "tailpack_router_streams",
+            "Calls that are open: a resumable request may have none, or several.",
+            value=admission.num_in_flight,
         )
         yield GaugeMetricFamily("tailpack_router_in_flight", "Requests in flight.", value=requests.num_in_flight)
         yield GaugeMetricFamily(
@@ -167,3 +182,25 @@ class RouterCollector(LazyCollector):
             if link.state in _LIVE:
                 in_flight.add_metric([link.worker_id], link.own.num_sequences)
         return state, in_flight, stray
+
+    def _of_tenants(self) -> Iterable[Metric]:
+        in_flight = GaugeMetricFamily(
+            "tailpack_router_tenant_in_flight", "Calls of a configured tenant that are open.", labels=["tenant"]
+        )
+        left = GaugeMetricFamily(
+            "tailpack_router_tenant_tokens_left",
+            "What a tenant with a limit may spend now; below 0: in debt.",
+            labels=["tenant"],
+        )
+        in_use, configured = self._requests.tenants.in_use(), self._authenticator.tenants
+        for tenant, use in sorted(in_use.items()):
+            if tenant in configured:
+                in_flight.add_metric([tenant], use.num_requests)
+                if use.tokens_left is not None:
+                    left.add_metric([tenant], use.tokens_left)
+        refused = CounterMetricFamily(
+            "tailpack_router_unauthenticated", "Calls that were not let in, by reason.", labels=["reason"]
+        )
+        for reason, count in sorted(self._authenticator.num_refused.items()):
+            refused.add_metric([reason], count)
+        return in_flight, left, refused

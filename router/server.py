@@ -119,7 +119,7 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None], Non
     probe = EventLoopProbe()
     tasks = [asyncio.create_task(_mirror_health(servers, ready, not_ready)), asyncio.create_task(probe.run())]
     try:
-        with exported(ProcessMetrics("router", probe), RouterCollector(requests)):
+        with exported(ProcessMetrics("router", probe), RouterCollector(requests, authenticator)):
             listening(address, http_url)
             await stop.wait()
             tasks[0].cancel()

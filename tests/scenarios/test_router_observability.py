@@ -22,7 +22,8 @@ from protos import errors, logs, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
 from protos.metrics import exported, metrics_page
 from protos.tracing import Tracing
-from router.client import build_request
+from router.auth import Authenticator, file_lines, new_token
+from router.client import AsyncTailpack, build_request
 from router.metrics import RouterCollector
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import Script
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def page_of(harness: Harness) -> Iterator[Any]:
+def page_of(harness: Harness, authenticator: Authenticator | None = None) -> Iterator[Any]:
     """A function that gives the page's samples: (name, labels in order of their names) -> value."""
     registry = CollectorRegistry(auto_describe=False)
 
@@ -51,7 +52,7 @@ def page_of(harness: Harness) -> Iterator[Any]:
             for sample in family.samples
         }
 
-    with exported(RouterCollector(harness.requests), registry=registry):
+    with exported(RouterCollector(harness.requests, authenticator or Authenticator(None)), registry=registry):
         yield samples
 
 
@@ -125,6 +126,36 @@ async def test_a_worker_that_was_killed_does_not_linger_as_live(folder: Path) ->
                 assert ("tailpack_router_worker_in_flight", killed) not in page
     finally:
         worker.end()
+
+
+async def test_only_configured_tenants_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    token, file = new_token(), tmp_path / "tokens.toml"
+    file.write_text(file_lines("a", token) + "\ntokens_per_minute = 60000\n")
+    authenticator = Authenticator(file)
+    script = Script([300], endless=True, every_s=0.01)
+    async with cluster(folder, script, tokens=authenticator) as c:
+        with page_of(c, authenticator) as samples:
+            async with AsyncTailpack(c.address, token=token) as caller:
+                stream = caller.stream(build_request([5, 6], max_tokens=1000))
+                async for _ in stream:
+                    page = samples()
+                    break
+                await stream.aclose()
+            with pytest.raises(errors.Unauthenticated):
+                await answer(c.client, [5, 6])
+            assert page["tailpack_router_tenant_in_flight", "a"] == 1
+            assert page["tailpack_router_tenant_tokens_left", "a"] < 60000
+            assert samples()["tailpack_router_unauthenticated_total", "TOKEN_MISSING"] == 1
+            await c.settled()
+    async with cluster(folder, script) as c:
+        with page_of(c) as samples:
+            async with AsyncTailpack(c.address, tenant="who-I-like") as caller:
+                stream = caller.stream(build_request([5, 6], max_tokens=1000))
+                async for _ in stream:
+                    assert not any("who-I-like" in key for key in samples())
+                    break
+                await stream.aclose()
+            await c.settled()
 
 
 # --- traces ---
@@ -229,7 +260,7 @@ async def send_marked(c: Harness) -> None:
             with suppress(grpc.RpcError):
                 async for _ in stub.Generate(request_of("x"), metadata=(metadata,)):
                     pass
-        raw = channel.unary_stream("/tailpack.v1.Router/Generate", request_serializer=str.encode)
+        raw: Any = channel.unary_stream("/tailpack.v1.Router/Generate", request_serializer=str.encode)
         with suppress(grpc.RpcError):
             async for _ in raw(MARKER):
                 pass
