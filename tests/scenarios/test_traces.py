@@ -29,18 +29,17 @@ async def test_a_request_is_one_trace_from_the_caller_to_the_steps(
     monkeypatch.setattr(worker_tracing, "STEP_INTERVAL_NS", 0)  # every step
     folder = write_tiny_model(tmp_path / "tiny")
     with collector() as (kept, url), StoreProcess() as store:
-        of_router, of_worker = tracing.configure("router", url), tracing.configure("worker", url)
-        assert of_router is not None and of_worker is not None
+        router_traces, worker_traces = tracing.configure("router", url), tracing.configure("worker", url)
+        assert router_traces is not None and worker_traces is not None
         config = replace(config_for(folder), kv_socket=store.socket, arena_bytes=4 << 20)
         stop = asyncio.Event()
         ready: asyncio.Future[shell.Running] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
-            shell.serve(config, "127.0.0.1:0", stop, on_ready=ready.set_result, tracing=of_worker)
+            shell.serve(config, "127.0.0.1:0", stop, on_ready=ready.set_result, tracing=worker_traces)
         )
         try:
-            await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
-            address = ready.result().address
-            async with cluster(folder, Script(), num_workers=0, addresses=[address], tracing=of_router) as c:
+            address = (await asyncio.wait_for(ready, 60)).address
+            async with cluster(folder, Script(), num_workers=0, addresses=[address], tracing=router_traces) as c:
                 request = build_request("some text", max_tokens=4, ignore_eos=True)
                 async for _ in c.client.stream(request, traceparent=CALLER):
                     pass
@@ -48,23 +47,17 @@ async def test_a_request_is_one_trace_from_the_caller_to_the_steps(
         finally:
             stop.set()
             await asyncio.wait_for(serving, 60)
-        await asyncio.to_thread(of_router.stop)
-        await asyncio.to_thread(of_worker.stop)
+        await asyncio.to_thread(router_traces.stop)
+        await asyncio.to_thread(worker_traces.stop)
     paths = {path_of(span, [each for _, each in kept.spans]): service for service, span in kept.spans}
-    request = "caller/request"
-    sequence = f"{request}/relay/sequence"
-    assert paths == {
-        **dict.fromkeys((request, f"{request}/tokenize", f"{request}/place", f"{request}/relay"), "tailpack-router"),
-        **dict.fromkeys(
-            (
-                *(sequence, f"{sequence}/queue", f"{sequence}/prefill", f"{sequence}/decode", f"{sequence}/step"),
-                *(f"{sequence}/step/prefill", f"{sequence}/step/prefill/append"),
-                *(f"{sequence}/step/decode", f"{sequence}/step/decode/append"),
-                *(f"{sequence}/step/sample", f"{sequence}/step/seal"),
-            ),
-            "tailpack-worker",
-        ),
-    }
+    at_router = "caller/request"
+    sequence = f"{at_router}/relay/sequence"
+    of_router = ["", "/tokenize", "/place", "/relay"]
+    of_worker = ["", "/queue", "/prefill", "/decode", "/step", "/step/prefill", "/step/prefill/append"]
+    of_worker += ["/step/decode", "/step/decode/append", "/step/sample", "/step/seal"]
+    expected = {f"{at_router}{path}": "tailpack-router" for path in of_router}
+    expected |= {f"{sequence}{path}": "tailpack-worker" for path in of_worker}
+    assert paths == expected
     assert {span.trace_id.hex() for _, span in kept.spans} == {CALLER.split("-")[1]}
 
 
