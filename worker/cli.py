@@ -138,9 +138,24 @@ def deepseek_v4_options(command: Any) -> Any:
 @advanced_option("--otlp-endpoint", metavar="URL", help="Collector that traces go to.  [default: OTEL_* variables]")
 @advanced_option("--log-prompts", is_flag=True, help="Log what callers send; without it no log has text of prompts.")
 @advanced_option(
+    "--tokens",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Demand tokens, as `router serve` does.",
+)
+@server_tls_options
+@advanced_option(
     "--ready-file", type=click.Path(path_type=Path, dir_okay=False), help="Write addresses and pids here when ready."
 )
-def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> None:
+def up(
+    model: str,
+    listen: str,
+    ready_file: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    **settings: Any,
+) -> None:
     """Run a whole cluster on this machine: kvstore, workers under Ray, router.
 
     Ctrl-C lets running answers end and stops everything; a second Ctrl-C ends everything at once.
@@ -154,6 +169,7 @@ def up(model: str, listen: str, ready_file: Path | None, **settings: Any) -> Non
     logs.configure("up")
     if ready_file is not None:
         supervisor.check_ready_file(ready_file)
+    settings["tls"] = server_tls(tls_cert, tls_key, tls_client_ca)
     sys.exit(supervisor.run(ClusterConfig.of(model=model, listen=listen, **settings), ready_file))
 
 

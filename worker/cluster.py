@@ -51,6 +51,7 @@ class Cluster:
         self._ray_folder = self.folder / "ray"
         self.router_address = ""
         self.http_url: str | None = None
+        self.router_socket = self.folder / "router.sock"  # needs neither token nor certificate
         self.kv_socket = self.folder / "kvstore.sock"
         self._kvstore: Child | None = None
         self._router: Child | None = None
@@ -84,6 +85,7 @@ class Cluster:
         return {
             "router": self.router_address,
             "http": self.http_url,
+            "router_socket": str(self.router_socket),
             "workers": [worker.address for worker in self._workers],
             "devices": [gpu.device for gpu in self.config.gpus] or ["cpu"],
             "kvstore": str(self.kv_socket),
@@ -139,6 +141,11 @@ class Cluster:
             arguments += ["--drain-s", str(config.drain_s), "--otlp-endpoint", config.otlp_endpoint or "none"]
             arguments += ["--log-prompts"] if config.log_prompts else []
             arguments += ["--http", config.http] if config.http is not None else []
+            arguments += ["--local-socket", str(self.router_socket)]
+            arguments += ["--tokens", str(config.tokens)] if config.tokens else []
+            if config.tls is not None:
+                arguments += ["--tls-cert", str(config.tls.cert), "--tls-key", str(config.tls.key)]
+                arguments += ["--tls-client-ca", str(config.tls.client_ca)] if config.tls.client_ca else []
             for worker in self._workers:
                 arguments += ["--worker", worker.address]
             self._router = Child("router", arguments, self.logs / "router.log")
@@ -220,7 +227,7 @@ class Cluster:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         deadline = time.monotonic() + START_TIMEOUT_S
-        with rpc.sync_channel(self.router_address) as channel:
+        with rpc.sync_channel(f"unix:{self.router_socket}") as channel:
             stub, router = health_pb2_grpc.HealthStub(channel), router_pb2_grpc.RouterStub(channel)
             request = health_pb2.HealthCheckRequest(service="tailpack.v1.Router")
             while time.monotonic() < deadline:
@@ -274,7 +281,7 @@ class Cluster:
         """Requests that the router has at workers; 0 where it cannot say."""
         if self._router is None or not self._router.running or not self.router_address:
             return 0
-        with rpc.sync_channel(self.router_address) as channel:
+        with rpc.sync_channel(f"unix:{self.router_socket}") as channel:
             try:
                 stub = router_pb2_grpc.RouterStub(channel)
                 return stub.Stats(router_pb2.StatsRequest(), timeout=ANSWER_TIMEOUT_S).in_flight

@@ -13,6 +13,7 @@ from kvstore.memory_limit import HEADROOM_BYTES, available_bytes
 from protos import rpc
 from protos.errors import CapacityError, ConfigError, ModelError
 from protos.metrics import OFF
+from protos.tls import ServerCertificate, ServerTls
 from protos.tracing import endpoint_of
 from worker import gguf_model, model_config, tiny_v4
 from worker.config import WorkerConfig, default_dtype
@@ -33,7 +34,8 @@ class ClusterConfig:
     """What to run. ``kv_bytes`` None takes what is free, at most 1 GiB a worker (16 GiB on a GPU); ``threads`` 0
     divides the cores. ``gpus``: of each worker; none: all are on the CPU. ``metrics``: host:port of the kvstore's page
     for Prometheus, the workers' follow; port 0: free ones; or OFF. ``http``: of the router's HTTP
-    door; None: the router's default; or OFF. ``otlp_endpoint``: where spans go; None: nowhere.
+    door; None: the router's default; or OFF. ``otlp_endpoint``: where spans go; None: nowhere. ``tokens``, ``tls``: of
+    the router's doors; all else is on this machine's loopback and unix sockets.
     """
 
     model: Path
@@ -62,6 +64,8 @@ class ClusterConfig:
     http: str | None = None
     otlp_endpoint: str | None = None
     log_prompts: bool = False
+    tokens: Path | None = None
+    tls: ServerTls | None = None
 
     @staticmethod
     def of(
@@ -81,7 +85,7 @@ class ClusterConfig:
 
         Raises:
             ConfigError: the address is taken or malformed, a worker's setting is bad, or the cache cannot be written;
-                NO_GPU, NOT_ENOUGH_GPUS.
+                NO_GPU, NOT_ENOUGH_GPUS; TLS_*: see protos/tls.py.
             ModelError: the model is not there, unreadable, or asks for what is not built.
             CapacityError: MODEL_TOO_LARGE, NOT_ENOUGH_MEMORY.
         """
@@ -89,6 +93,8 @@ class ClusterConfig:
         for door in ("metrics", "http"):
             if (settings.get(door) or OFF) != OFF:
                 rpc.check_free(settings[door])
+        if (tls := settings.get("tls")) is not None:
+            ServerCertificate(tls, "router")
         settings["otlp_endpoint"] = endpoint_of(settings.get("otlp_endpoint"))
         folder, default_name = resolve_model(model)
         model_config.check_folder(folder, settings.get("max_sequence_tokens", 0))

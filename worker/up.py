@@ -111,11 +111,17 @@ def _greet(cluster: Cluster, console: Console) -> None:
     program = program_name()
     console.print(f"logs     {cluster.logs}\n", soft_wrap=True)
     router = "" if cluster.router_address == "127.0.0.1:7700" else f" --router {cluster.router_address}"
+    memory = router
+    if cluster.config.tokens or cluster.config.tls:
+        memory = f" --router unix:{cluster.router_socket}"
+        router += (" --token-file FILE" if cluster.config.tokens else "") + (
+            " --tls-ca FILE" if cluster.config.tls else ""
+        )
     http = [("HTTP:", f"curl {cluster.http_url}/v1/models")] if cluster.http_url else []
     for what, command in (
         ("Try:", f"{program} generate{router} 'What is the capital of France?'"),
         *http,
-        ("Mem:", f"{program} memory{router}"),
+        ("Mem:", f"{program} memory{memory}"),
         ("KV: ", f"{program} kvstore stats --kv-socket {shlex.quote(str(cluster.kv_socket))}"),
     ):
         console.print(Text.assemble(f"{what}  ", (command, "bold")), soft_wrap=True)

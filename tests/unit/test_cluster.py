@@ -76,7 +76,7 @@ async def test_stopping_says_what_it_waits_for(
 async def router(starting: Cluster) -> AsyncIterator[FakeRouter]:
     server, servicer = rpc.RpcServer("router"), FakeRouter()  # type: ignore[abstract]
     server.add(router_pb2_grpc.add_RouterServicer_to_server, servicer, ROUTER)
-    starting.router_address = await server.start("127.0.0.1:0")
+    starting.router_address = await server.start(f"unix:{starting.router_socket}")
     yield servicer
     await server.stop(0)
 
@@ -98,7 +98,7 @@ class Watching:
         self._log_file = log_file
         self.log("ready before", level="error")  # what lies before its start is no news
         ready = SimpleNamespace(
-            address=address, worker_id="worker-0", pid=1, incarnation="first", max_sequence_tokens=1024
+            address=address, worker_id="worker-0", pid=1, incarnation="first", max_sequence_tokens=1024, metrics=None
         )
         self._worker = cluster._Worker(ready, log_file)
 

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protos.errors import ConfigError, ModelError
+from protos.tls import ServerTls
 from tests.unit.tiny import write_model
 from worker import up
 from worker.cluster import Interrupted
@@ -68,11 +70,13 @@ class FakeCluster:
     interrupted_early = False
     stopping = False
     router_address = "127.0.0.1:7701"
+    router_socket = Path("/tmp/tp-x/router.sock")
+    http_url = None
     logs = Path("/tmp/tp-x/logs")
     kv_socket = Path("/tmp/tp-x/kvstore.sock")
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def __init__(self, config: ClusterConfig, _console: Any) -> None:
+        self.config = config
 
     def __enter__(self) -> FakeCluster:
         if self.interrupted_early:
@@ -100,6 +104,16 @@ def test_an_interrupted_start_is_no_success(
         "KV:   tailpack kvstore stats --kv-socket /tmp/tp-x/kvstore.sock",
     ]
     assert [line for line in printed if "tailpack" in line] == ([] if early else hints)
+
+
+def test_the_hints_say_what_a_guarded_cluster_asks_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(up, "Cluster", FakeCluster)
+    up.run(replace(config(model), tokens=Path("t"), tls=ServerTls(Path("c"), Path("k"))), None)
+    printed = capsys.readouterr().out
+    assert "--router 127.0.0.1:7701 --token-file FILE --tls-ca FILE 'What" in printed
+    assert "tailpack memory --router unix:/tmp/tp-x/router.sock" in printed  # which needs neither
 
 
 # A cluster that takes a while to stop, and writes down how it ended.
