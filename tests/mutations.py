@@ -65,6 +65,9 @@ V4_HYPER, V4_MOE, V4_ROPE, V4_INDEXER = V4 + "hyper.py", V4 + "moe.py", V4 + "ro
 TEST_V4, TEST_V4_LOADING = "tests/unit/test_deepseek_v4_failures.py::", "tests/unit/test_deepseek_v4_loading.py::"
 FLOOR = "return max(0, n - (window + max(t - 1, margin)))"
 ANSWER_STATE, TEST_STATE = "router/answer_state.py", "tests/unit/test_answer_state.py::"
+RESUMABLE, RESUME = "worker/resumable.py", "router/resume.py"
+TEST_RESUMABLE, TEST_ROUTER_RESUME = "tests/unit/test_resumable.py::", "tests/scenarios/test_router_resume.py::"
+TEST_WORKER_RESUME = "tests/scenarios/test_worker_resume.py::"
 TEST_CLIENT, TEST_BENCH = "tests/scenarios/test_client.py::", "tests/unit/test_bench_statistics.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -627,6 +630,150 @@ MUTATIONS: tuple[Mutation, ...] = (
             TEST_V4_LOADING + "test_what_is_planned_is_what_is_held",
             TEST_V4_LOADING + "test_flash_is_refused_with_what_it_would_take_and_nothing_is_read",
         ),
+    ),
+    Mutation(
+        "resume: an abort of a complete answer taken for a cancel",
+        ((RESUMABLE, "            answer.is_complete = True\n", ""),),
+        (
+            TEST_RESUMABLE + "test_a_complete_answer_is_kept_and_a_cancelled_one_is_not",
+            TEST_ROUTER_RESUME + "test_what_its_first_router_ended_at_a_stop_string_ends_there_again",
+        ),
+    ),
+    Mutation(
+        "resume: another tenant's answer found",
+        (
+            (
+                RESUMABLE,
+                "answer is not None and answer.submit.tenant == tenant else None",
+                "answer is not None else None",
+            ),
+        ),
+        (
+            TEST_RESUMABLE + "test_another_tenant_finds_nothing",
+            TEST_WORKER_RESUME + "test_find_tells_routers_what_they_need_and_foreign_tenants_nothing",
+        ),
+    ),
+    Mutation(
+        "resume: the grace time not begun anew at the end",
+        (
+            (
+                RESUMABLE,
+                "        if answer.idle_since is not None:\n            answer.idle_since = self._clock()\n",
+                "",
+            ),
+        ),
+        (TEST_RESUMABLE + "test_the_grace_time_begins_with_the_end_where_that_is_later",),
+    ),
+    Mutation(
+        "resume: a replay that does not wait for More",
+        ((RESUMABLE, "if self.told_end or self.waits_for_more:", "if self.told_end:"),),
+        (TEST_WORKER_RESUME + "test_a_long_replay_shares_its_session_with_others",),
+    ),
+    Mutation(
+        "resume: kept answers without a bound on their bytes",
+        ((RESUMABLE, "while self._kept and self.num_bytes + num_bytes > self._limits.max_bytes:", "while False:"),),
+        (
+            TEST_RESUMABLE + "test_bytes_are_bounded_by_what_running_logs_may_come_to",
+            TEST_RESUMABLE + "test_random_lives_leave_no_gap_no_repeat_and_no_byte",
+        ),
+    ),
+    Mutation(
+        "resume: a session's end that aborts resumable sequences",
+        (
+            (
+                "worker/sessions.py",
+                "            self._answers.leave(subscription)\n        self.subscriptions.clear()",
+                "            self._answers.cancel(subscription.answer)\n        self.subscriptions.clear()",
+            ),
+        ),
+        (TEST_WORKER_RESUME + "test_a_session_that_ends_leaves_its_resumable_sequences_alone",),
+    ),
+    Mutation(
+        "resume: a lost call that aborts",
+        (
+            (
+                "router/subscription.py",
+                "        if self.resumable:\n            self.link.leave",
+                "        if False:\n            self.link.leave",
+            ),
+        ),
+        (
+            TEST_ROUTER_RESUME + "test_only_a_resumable_request_outlives_its_call",
+            TEST_ROUTER_RESUME + "test_cut_at_every_token_it_is_the_same_through_either_router",
+        ),
+    ),
+    Mutation(
+        "resume: text skipped by characters instead of bytes",
+        (("router/replay.py", "data = text.encode()", 'data = text.encode("utf-16-le")[::2]'),),
+        (TEST_ROUTER_RESUME + "test_an_answer_that_ended_is_read_again_from_every_place",),
+    ),
+    Mutation(
+        "resume: a place ahead of the answer waited for",
+        (("router/relay.py", " or self.num_tokens >= skip.num_known:", ":"),),
+        (TEST_ROUTER_RESUME + "test_places_ahead_of_the_answer_are_refused",),
+    ),
+    Mutation(
+        "resume: the text begun at the caller's place instead of token 0",
+        (
+            (
+                "router/relay.py",
+                "self._take((token_id,), logprobs[position : position + 1], shown)",
+                "self._take((token_id,), logprobs[position : position + 1], shown if not self._first_token else '')",
+            ),
+        ),
+        (TEST_ROUTER_RESUME + "test_cut_at_every_token_it_is_the_same_through_either_router",),
+    ),
+    Mutation(
+        "resume: behind a stop string no More is said",
+        (
+            (
+                "router/relay.py",
+                "(self._settle_until is not None or self._pending_bytes",
+                "(self._settle_until is None and self._pending_bytes",
+            ),
+        ),
+        (TEST_ROUTER_RESUME + "test_a_long_replay_comes_in_pieces_and_waits_for_a_slow_reader",),
+    ),
+    Mutation(
+        "resume: what a worker that is away may have taken for nothing",
+        ((RESUME, "if lost_may_have_it and link.state", "if not lost_may_have_it and link.state"),),
+        (TEST_ROUTER_RESUME + "test_where_a_worker_cannot_be_asked_not_found_would_be_a_guess",),
+    ),
+    Mutation(
+        "resume: a dead worker holds up new requests",
+        ((RESUME, "if lost_may_have_it and link.state", "if link.state"),),
+        (TEST_ROUTER_RESUME + "test_where_a_worker_cannot_be_asked_not_found_would_be_a_guess",),
+    ),
+    Mutation(
+        "resume: the placement that was given up counts",
+        ((RESUME, "answer.attempt > best[0]", "answer.attempt < best[0]"),),
+        (TEST_ROUTER_RESUME + "test_placed_twice_the_later_placement_counts",),
+    ),
+    Mutation(
+        "resume: a call not seen by its like until it is placed",
+        (
+            (
+                RESUME,
+                "        self._requests.resumables.firsts.setdefault(self.call.sequence_id, self)\n",
+                "",
+            ),
+        ),
+        (TEST_ROUTER_RESUME + "test_many_at_once_run_once",),
+    ),
+    Mutation(
+        "resume: any request with the id joins",
+        ((RESUME, "if found.digest != first.digest:", "if False:"),),
+        (TEST_ROUTER_RESUME + "test_another_request_with_the_id_is_a_duplicate",),
+    ),
+    Mutation(
+        "resume: a worker without the feature is asked",
+        ((RESUME, "able = [link for link in links if link.can_resume()]", "able = links"),),
+        (TEST_ROUTER_RESUME + "test_a_worker_without_the_feature_is_never_asked",),
+    ),
+    Mutation(
+        "resume: the call's deadline given to the request",
+        ((RESUME, "        submit.deadline_unix_ns = 0", "        submit.deadline_unix_ns += 0"),),
+        (TEST_ROUTER_RESUME + "test_a_deadline_ends_the_call_and_not_the_request",),
     ),
     Mutation(
         "client: the text's offsets not checked",

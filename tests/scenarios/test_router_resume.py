@@ -202,6 +202,19 @@ async def test_an_answer_that_ended_is_read_again_from_every_place(folder: Path,
         await s.settled()
 
 
+async def test_what_its_first_router_ended_at_a_stop_string_ends_there_again(folder: Path, text_ids: list[int]) -> None:
+    async with scene(folder, Script(text_ids, endless=True, every_s=STEP_S)) as s:
+        golden = whole(await read(s.here.generate(ask(stop_strings=["STOP"]), "r")))
+        await s.settled()
+        assert s.worker.aborts == ["r"] and not s.worker.active
+        for cut in range(len(golden.token_ids) + 1):
+            (rest,) = await read(s.there.resume("r", cut, 0))
+            assert (rest.text, list(rest.token_ids)) == (golden.text, golden.token_ids[cut:])
+            assert (rest.finish_reason, rest.stop_string) == (types_pb2.FINISH_REASON_STOP_STRING, "STOP")
+            assert (rest.usage, rest.timings) == (golden.last.usage, golden.last.timings)
+        await s.settled()
+
+
 async def test_places_ahead_of_the_answer_are_refused(folder: Path, text_ids: list[int]) -> None:
     async with scene(folder, Script(text_ids, every_s=60, per_step=4)) as s:
         first = await read(s.here.generate(ask(), "r"), 4)

@@ -203,13 +203,17 @@ async def test_a_long_replay_shares_its_session_with_others(monkeypatch: pytest.
         piece = await read_step_of(call, "r#1")
         assert (len(piece.token_ids), piece.more) == (100, True)
         await call.write(submit("live"))
-        s.engine.step(tokens(await submitted(s, 1), 0, 7))
-        assert (await read_step_of(call, "live")).token_ids == [7]
+        live = await submitted(s, 1)
+        s.engine.step(tokens(request, 1000, *range(1000, 1050)))  # news, but it has not asked for more
+        s.engine.step(tokens(live, 0, 7))
+        assert [(o.request_id, list(o.token_ids)) for o in (await read_step(call)).sequences] == [("live", [7])]
         for number in range(1, 10):
             await call.write(worker_pb2.RouterMessage(more=worker_pb2.More(subscription_id="r#1")))
             piece = await read_step_of(call, "r#1")
-            assert list(piece.token_ids) == list(range(100 * number, 100 * number + 100))
-        assert not piece.more
+            assert list(piece.token_ids) == list(range(100 * number, 100 * number + 100)) and piece.more
+        await call.write(worker_pb2.RouterMessage(more=worker_pb2.More(subscription_id="r#1")))
+        piece = await read_step_of(call, "r#1")
+        assert (len(piece.token_ids), piece.more) == (50, False)
 
 
 # --- over the real engine ---

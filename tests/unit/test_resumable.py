@@ -362,7 +362,7 @@ def test_random_lives_leave_no_gap_no_repeat_and_no_byte() -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    s = Scene(Limits(max_kept=3, max_bytes=40_000))
+    s = Scene(Limits(max_kept=3, max_bytes=16_000))
     truth: dict[str, list[int]] = {}  # by owner
     readers: list[tuple[str, Session, Subscription]] = []
     running: dict[str, str] = {}
@@ -400,7 +400,7 @@ def test_random_lives_leave_no_gap_no_repeat_and_no_byte() -> None:
         running = {r: o for r, o in running.items() if o in s.answers._by_owner}
         for owner, session, _ in readers:
             assert session.token_ids == truth[owner]
-        assert s.answers.num_kept <= 3 and s.answers.num_bytes <= 40_000
+        assert s.answers.num_kept <= 3 and s.answers.num_bytes <= 16_000
         assert s.answers.num_bytes == sum(
             a.num_bytes for a in {*s.answers._by_owner.values(), *s.answers._kept.values()}
         )
