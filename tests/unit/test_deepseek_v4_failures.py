@@ -382,6 +382,18 @@ def test_a_slot_that_others_used_holds_nothing_of_them_and_gives_every_page_back
     assert together == fresh  # run has also checked that every page and slot came back
 
 
+def test_packed_raw_rows_and_guessed_tokens_change_no_token(folder: Path) -> None:
+    """llama.cpp#26423: with an 8-bit KV cache the text fell apart. sglang#32038, ds4#750: answers got worse the more
+    tokens were guessed, and a rejected guess left its rows behind.
+    """
+    requests = {"long": text(290, 11), "short": text(9, 12), "page": text(127, 13)}
+    said = {}
+    for name, settings in {"plain": {}, "packed": {"kv_mode": "fp8"}, "guessed": {"drafts": 4}}.items():
+        engine = harness(load(folder, **settings), folder)
+        said[name] = engine.run(*(request(each, prompt, 16) for each, prompt in requests.items()))
+    assert said["packed"] == said["plain"] == said["guessed"]
+
+
 def test_memory_is_told_of_both_groups_and_of_dequantised_weights(folder: Path) -> None:
     """sglang#37852: the KV memory of V4's pools was told as 0."""
     loaded = load(folder)
