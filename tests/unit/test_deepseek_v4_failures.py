@@ -388,7 +388,8 @@ def test_packed_raw_rows_and_guessed_tokens_change_no_token(folder: Path) -> Non
     """
     requests = {"long": text(290, 11), "short": text(9, 12), "page": text(127, 13)}
     said = {}
-    for name, settings in {"plain": {}, "packed": {"kv_mode": "fp8"}, "guessed": {"drafts": 4}}.items():
+    modes: dict[str, dict[str, Any]] = {"plain": {}, "packed": {"kv_mode": "fp8"}, "guessed": {"drafts": 4}}
+    for name, settings in modes.items():
         engine = harness(load(folder, **settings), folder)
         said[name] = engine.run(*(request(each, prompt, 16) for each, prompt in requests.items()))
     assert said["packed"] == said["plain"] == said["guessed"]
