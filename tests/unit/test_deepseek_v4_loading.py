@@ -379,7 +379,12 @@ def test_what_only_this_family_has_is_refused_by_name_elsewhere(tmp_path: Path, 
 
 
 def test_settings_of_the_family_reach_its_geometry_through_the_whole_cluster(folder: Path) -> None:
-    asked = {"kv_mode": "turboquant", "kv_retention": "checkpoints", "pack_compressed": "tq3", "drafts": 2}
+    asked: dict[str, Any] = {
+        "kv_mode": "turboquant",
+        "kv_retention": "checkpoints",
+        "pack_compressed": "tq3",
+        "drafts": 2,
+    }
     cluster = ClusterConfig.of(model=str(folder), listen="127.0.0.1:0", device="cpu", **asked)
     shapes = architecture(json.loads((folder / "config.json").read_text()))
     raw, compressed = shapes.geometry(cluster.worker(0, Path("s"), 1 << 26), "float32", 512).groups
