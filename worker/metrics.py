@@ -15,6 +15,7 @@ from protos import types_pb2, worker_pb2
 from protos.histogram import LATENCY_BOUNDS_S, STEP_BOUNDS_S, Histogram
 from protos.metrics import BoundedCounter, LazyCollector, histogram_family
 from worker.engine import Engine
+from worker.resumable import Answers
 from worker.sequence import Output, StepResult
 
 log = structlog.get_logger("worker")
@@ -77,6 +78,7 @@ class WorkerCollector(LazyCollector):
 
     Args:
         memory: what the worker takes (``worker.ledger``).
+        answers: of resumable requests, that run or are kept.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class WorkerCollector(LazyCollector):
         observer: StepObserver,
         info: types_pb2.WorkerInfo,
         memory: Callable[[], worker_pb2.WorkerMemory],
+        answers: Answers,
     ) -> None:
+        self._answers = answers
         self._engine = engine
         self._observer = observer
         self._info = info
@@ -164,6 +168,20 @@ class WorkerCollector(LazyCollector):
         yield tokens
         yield counter(
             "recomputed", "Sequences dropped for want of pages, to be computed again.", load.sequences_recomputed
+        )
+        drafts = CounterMetricFamily(
+            "tailpack_worker_drafts",
+            "Guessed tokens that steps checked, by what came of them.",
+            labels=["worker", "result"],
+        )
+        drafts.add_metric([*worker, "accepted"], load.tokens_accepted)
+        drafts.add_metric([*worker, "rejected"], load.tokens_drafted - load.tokens_accepted)
+        yield drafts
+        yield gauge("kept_answers", "Ended answers to resumable requests, kept for Resume.", self._answers.num_kept)
+        yield gauge(
+            "answer_log_bytes",
+            "Logs of resumable answers: what kept ones take, and running ones may come to.",
+            self._answers.num_bytes,
         )
         yield counter("pages_packed", "Pages sealed by packing their rows.", load.pages_packed)
         yield counter("pages_relinked", "Pages sealed without packing: the very rows were there.", load.pages_relinked)

@@ -123,7 +123,7 @@ async def serve(
         engine.start()
         expiry = asyncio.create_task(sessions.expire_forever(), name="grace times")
         try:
-            collector = WorkerCollector(engine, observer, info, memory)
+            collector = WorkerCollector(engine, observer, info, memory, sessions.answers)
             metrics_tls = server.certificate.ssl_context() if server.certificate else None
             async with serving_metrics("worker", metrics, collector, tls=metrics_tls) as url:
                 address = await server.start(listen)

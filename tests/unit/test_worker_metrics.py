@@ -19,6 +19,7 @@ from protos.tracing import Tracing
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
 from worker import tracing
 from worker.metrics import StepObserver, WorkerCollector
+from worker.resumable import Answers
 from worker.sequence import Output, StepResult
 from worker.tracing import SequenceSpans
 from worker.weights import Model, load_model
@@ -79,6 +80,7 @@ def test_steps_and_sequences_are_counted_and_each_sequence_leaves_a_line(folder:
         observer,
         types_pb2.WorkerInfo(worker_id="w", max_running=4, kv_mode="dense", device="cpu:0"),
         lambda: worker_pb2.WorkerMemory(uses=[worker_pb2.MemoryUse(memory="host", owner="weights", num_bytes=7)]),
+        Answers(lambda: 0.0),
     )
     page = samples(collector.collect())
     assert page["tailpack_worker_steps_total", ""] == load.num_steps == page["tailpack_worker_step_seconds_count", ""]
@@ -87,6 +89,7 @@ def test_steps_and_sequences_are_counted_and_each_sequence_leaves_a_line(folder:
     assert page["tailpack_worker_sequences_total", "finished,LENGTH"] == 2
     assert page["tailpack_worker_memory_bytes", "host,weights"] == 7
     assert page["tailpack_worker_running", ""] == page["tailpack_worker_oldest_sequence_age_seconds", ""] == 0
+    assert page["tailpack_worker_kept_answers", ""] == page["tailpack_worker_drafts_total", "accepted"] == 0
     assert page["tailpack_worker_append_seconds_total", ""] > 0
     assert page["tailpack_worker_max_running", ""] == 4
 
