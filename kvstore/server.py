@@ -23,6 +23,7 @@ from protos.errors import ConfigError, InternalError
 from protos.metrics import OFF, serving_metrics
 from protos.rpc import RpcServer
 from protos.tls import ServerCertificate, ServerTls
+from protos.tls_metrics import CertificateCollector
 
 log = structlog.get_logger("kvstore")
 
@@ -67,8 +68,9 @@ async def serve(
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, _resolve, stop, signal.Signals(signum).name)
         numbers = KvStoreMetrics(asyncio.get_running_loop(), service)
-        context = ServerCertificate(metrics_tls, "kvstore").ssl_context() if metrics_tls else None
-        async with serving_metrics("kvstore", metrics, numbers, tls=context) as url:
+        certificate = ServerCertificate(metrics_tls, "kvstore") if metrics_tls else None
+        context, expiry = certificate.ssl_context() if certificate else None, CertificateCollector(certificate)
+        async with serving_metrics("kvstore", metrics, numbers, expiry, tls=context) as url:
             await fd_server.start()
             try:
                 address = await server.start(f"unix:{socket_dir / SOCKET_NAME}")

@@ -14,6 +14,7 @@ import structlog
 from protos import kserve_pb2_grpc, router_pb2_grpc, rpc, tracing, types_pb2
 from protos.metrics import OFF, EventLoopProbe, ProcessMetrics, exported
 from protos.tls import ClientTls, ServerTls
+from protos.tls_metrics import CertificateCollector
 from router import kserve
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
 from router.auth import Authenticator
@@ -119,7 +120,8 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None], Non
     probe = EventLoopProbe()
     tasks = [asyncio.create_task(_mirror_health(servers, ready, not_ready)), asyncio.create_task(probe.run())]
     try:
-        with exported(ProcessMetrics("router", probe), RouterCollector(requests, authenticator)):
+        certificate = CertificateCollector(server.certificate)
+        with exported(ProcessMetrics("router", probe), RouterCollector(requests, authenticator), certificate):
             listening(address, http_url)
             await stop.wait()
             tasks[0].cancel()
@@ -155,8 +157,10 @@ def switches(config: RouterConfig) -> list[types_pb2.Switch]:
 def _tell_who_may_call(config: RouterConfig) -> None:
     if config.tokens is None:
         log.info("no tokens are demanded: whoever reaches this router may call it, as any tenant")
-    elif config.tls is None and not rpc.is_loopback(config.listen):
-        log.warning("tokens travel in plain text", listen=config.listen, hint="serve TLS: --tls-cert and --tls-key")
+        return
+    doors = [door for door in (config.listen, config.http_address) if door != OFF and not rpc.is_loopback(door)]
+    if doors and config.tls is None:
+        log.warning("tokens travel in plain text", doors=doors, hint="serve TLS: --tls-cert and --tls-key")
 
 
 async def _mirror_health(servers: list[rpc.RpcServer], ready: asyncio.Event, not_ready: asyncio.Event) -> None:
