@@ -30,6 +30,7 @@ from protos.errors import InternalError, KvStoreLost, PreconditionFailed, Tailpa
 from protos.metrics import OFF, serving_metrics
 from protos.page_hash import PAGE_TOKENS
 from protos.tls import ServerTls
+from protos.tls_metrics import CertificateCollector
 from protos.tracing import Tracing
 from worker.config import WorkerConfig
 from worker.device_memory import DeviceMemory
@@ -124,8 +125,9 @@ async def serve(
         expiry = asyncio.create_task(sessions.expire_forever(), name="grace times")
         try:
             collector = WorkerCollector(engine, observer, info, memory, sessions.answers)
+            certificate = CertificateCollector(server.certificate)
             metrics_tls = server.certificate.ssl_context() if server.certificate else None
-            async with serving_metrics("worker", metrics, collector, tls=metrics_tls) as url:
+            async with serving_metrics("worker", metrics, collector, certificate, tls=metrics_tls) as url:
                 address = await server.start(listen)
                 await server.set_ready(True)
                 log.info(
