@@ -305,6 +305,11 @@ class ControlBlock:
         """First token of a sequence that is not in a sealed page of the group."""
         return int(self._bases[slot, self._group_index[group]])
 
+    def tail_slot(self, slot: int, group: str) -> int | None:
+        """The tail slot of a sequence in one group; None: the group has no tail."""
+        tail_slot = int(self.sequence_groups[slot, self._group_index[group]]["tail_slot"])
+        return tail_slot if tail_slot >= 0 else None
+
     def num_pages(self, slot: int, group: str) -> int:
         """Page ids of a sequence in one group; in packed groups, of sealed pages only."""
         return int(self._num_pages[slot, self._group_index[group]])

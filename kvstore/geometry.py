@@ -380,6 +380,11 @@ class CacheGeometry:
 
     # --- bytes of a tail slot ---
 
+    @property
+    def steps_under_way(self) -> int:
+        """Tokens that steps may have put into a tail before its length is known: the most of three steps."""
+        return 3 * self.max_step_tokens
+
     def tail_tokens(self, group: LayerGroup) -> int:
         """Tokens that the rings of rows which go to pages hold, a multiple of 128, so that every ratio divides it; 0 in
         mode dense, where such rows have no rings.
@@ -388,7 +393,7 @@ class CacheGeometry:
         """
         if group.mode == "dense":
             return 0
-        needed = group.effective_window + self.margin + PAGE_TOKENS + 3 * self.max_step_tokens
+        needed = group.effective_window + self.margin + PAGE_TOKENS + self.steps_under_way
         return -(-needed // PAGE_TOKENS) * PAGE_TOKENS
 
     def ring_rows(self, group: LayerGroup, region: Region) -> int:
@@ -398,7 +403,7 @@ class CacheGeometry:
         tokens, with the most tokens a decode step adds and two steps' slack.
         """
         if region.tail_only:
-            needed = region.pending_reach + self.margin + 3 * self.max_step_tokens
+            needed = region.pending_reach + self.margin + self.steps_under_way
             return -(-needed // PENDING_RING_ROWS) * PENDING_RING_ROWS
         return self.tail_tokens(group) // region.ratio
 

@@ -11,11 +11,12 @@ from kvstore.geometry import CacheGeometry, LayerGroup, Region
 class PendingRings:
     """The rings of one sequence's pending rows in one layer group.
 
-    A ring of R rows, in which rows up to length ``written`` were written at some time, holds tokens from
+    A ring that keeps R rows, in which rows up to length ``written`` were written at some time, holds tokens from
     max(first, written - R) on: also after a rollback, which brings nothing back that was overwritten.
 
     Attributes:
-        regions: the group's pending regions, each with the rows of its ring.
+        regions: the group's pending regions, each with the rows that its ring keeps: all but those that steps under way
+            (which are told of later, or never, where their tokens were guesses) may have written over.
         first: no token before it was ever written since the rings were last filled.
         written: the longest that the sequence has been since.
     """
@@ -26,8 +27,9 @@ class PendingRings:
 
     @staticmethod
     def of(group: LayerGroup, geometry: CacheGeometry) -> PendingRings:
+        under_way = geometry.steps_under_way
         pending = (region for region in group.regions if region.tail_only)
-        return PendingRings(tuple((region, geometry.ring_rows(group, region)) for region in pending))
+        return PendingRings(tuple((region, geometry.ring_rows(group, region) - under_way) for region in pending))
 
     def after(self, length: int) -> PendingRings:
         """Rows up to ``length`` have been written, over those a ring's length before."""

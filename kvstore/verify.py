@@ -59,6 +59,13 @@ class Verifier:
             for name, state in sequence.groups.items():
                 if control.base(slot, name) != state.base or control.sequence_pages(slot, name) != state.pages:
                     raise InternalError(f"slot {slot}, group {name!r}: base or pages differ in the control block")
+                if control.tail_slot(slot, name) != (slot if state.group.has_tail else None):
+                    raise InternalError(f"slot {slot}, group {name!r}: its tail slot differs in the control block")
+                if not state.rings.after(control.committed(slot)).hold(control.committed(slot)):
+                    raise InternalError(
+                        f"slot {slot}, group {name!r}: rows that wait for the rest of their block are gone",
+                        given=f"{control.committed(slot)} tokens, rings written up to {state.rings.written}",
+                    )
             if self._table.hashes_of(slot, control.tokens) != sequence.hashes:
                 problems.append(f"slot {slot}: page hashes differ from those of its token log")
         return problems

@@ -13,7 +13,7 @@ from kvstore.device import DeviceSpec
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from kvstore.pages import PageState
 from kvstore.pending_rings import PendingRings
-from protos.errors import PreconditionFailed
+from protos.errors import InternalError, PreconditionFailed
 from protos.page_hash import PAGE_TOKENS
 from tests.unit.kv_oracle import GEOMETRIES, RATIO_4, V4_COMPRESSED, V4_RAW, Worker
 
@@ -265,3 +265,17 @@ def test_prompts_that_part_are_told_where_although_raw_pages_are_left_out() -> N
         w.prefill(answer.slot, 500)
         w.release(answer.slot)
     assert asked == [0, 0, 256, 256]
+
+
+def test_verify_looks_at_tail_slots_and_at_what_rings_hold() -> None:
+    w, slot = computed((V4_RAW, V4_COMPRESSED), 300)
+    w.verify()
+    state = w.table.sequence(slot).groups["compressed"]
+    for wrong in (replace(state.rings, written=600), replace(state.rings, first=299)):
+        held, state.rings = state.rings, wrong
+        with pytest.raises(InternalError, match="rows that wait for the rest of their block are gone"):
+            w.device.verifier.tables()
+        state.rings = held
+    w.device.control.sequence_groups[slot, 1]["tail_slot"] = 1 - slot
+    with pytest.raises(InternalError, match="group 'compressed': its tail slot differs"):
+        w.device.verifier.tables()
