@@ -46,12 +46,15 @@ class Answer:
     event = "request"
     """Of its line in the log."""
 
-    def __init__(self, requests: Requests, request: router_pb2.GenerateRequest, call: Call) -> None:
+    def __init__(
+        self, requests: Requests, request: router_pb2.GenerateRequest, call: Call, started_ns: int | None = None
+    ) -> None:
+        """started_ns: when it came, time.monotonic_ns; None: now."""
         self.call = call
         self._requests = requests
         self._request = request
         self._held = contextlib.ExitStack()  # what is given back at the end, whatever happened
-        self._started_ns = time.monotonic_ns()
+        self._started_ns = started_ns or time.monotonic_ns()
         self._span = request_span(requests.tracing, call.traceparent, request_id=call.request_id, door=call.door)
         self._relay_span: Span | NoSpan | None = None  # of the newest placement; the worker's spans are below it
         self._deadline_s = call.remaining_s()

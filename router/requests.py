@@ -131,8 +131,6 @@ class Requests:
         Raises:
             TailpackError: a worker cannot be asked, so that "none" would be a guess.
         """
-        if not rpc.is_id(request_id):
-            return False  # and "a/b" of no tenant must not be "b" of tenant "a"
         wanted = sequence_id(tenant, request_id)
         if self.admission.cancel(wanted):
             return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -72,25 +73,27 @@ class Resumables:
             AlreadyExists: another request has this id (DUPLICATE_REQUEST). Unavailable: a worker that is connected does
             not answer. And what Answer raises.
         """
-        first = First(self._requests, request, call)
-        answer: Answer = first
+        started_ns = time.monotonic_ns()
         try:
             check_request(request)
-            await first.hash()
+            digest = await _digest(request)
             found = await self._find(call) if call.own_id else None
-            if found is not None:
-                if found.digest != first.digest:
-                    raise AlreadyExists(
-                        "another request with this id runs or is kept",
-                        reason="DUPLICATE_REQUEST",
-                        given=call.request_id,
-                        hint="a resumable request joins its answer only when it is sent again unchanged",
-                    )
-                answer = Joined(self._requests, found, call, Place(), num_bytes=request.ByteSize())
+            if found is not None and found.digest != digest:
+                raise AlreadyExists(
+                    "another request with this id runs or is kept",
+                    reason="DUPLICATE_REQUEST",
+                    given=call.request_id,
+                    hint="a resumable request joins its answer only when it is sent again unchanged",
+                )
         except BaseException as error:
-            first.refuse(error)
+            Answer(self._requests, request, call, started_ns).refuse(error)
             raise
-        async with answer:
+        answer: Answer
+        if found is not None:
+            answer = Joined(self._requests, found, call, Place(), num_bytes=request.ByteSize(), started_ns=started_ns)
+        else:
+            answer = First(self._requests, request, call, digest, started_ns)
+        async with answer:  # nothing has waited since nothing was found
             yield answer
 
     @asynccontextmanager
@@ -115,9 +118,9 @@ class Resumables:
             yield answer
 
     async def _find(self, call: Call, *, lost_may_have_it: bool = False) -> Found | None:
-        if not rpc.is_id(call.request_id):
-            return None  # and "a/b" of no tenant must not be "b" of tenant "a"
         wanted = call.sequence_id
+        if not rpc.is_id(call.request_id):
+            return None  # no request has such an id
         while True:
             while (first := self.firsts.get(wanted)) is not None:
                 await first.placed.wait()
@@ -184,17 +187,12 @@ def _found(link: WorkerLink, answer: worker_pb2.FindResponse) -> Found:
 class First(Answer):
     """The call that places a resumable request. When it ends, the sequence goes on."""
 
-    def __init__(self, requests: Requests, request: router_pb2.GenerateRequest, call: Call) -> None:
-        super().__init__(requests, request, call)
-        self.digest = b""
+    def __init__(
+        self, requests: Requests, request: router_pb2.GenerateRequest, call: Call, digest: bytes, started_ns: int
+    ) -> None:
+        super().__init__(requests, request, call, started_ns)
+        self.digest = digest
         self.placed = asyncio.Event()  # or ended without
-
-    async def hash(self) -> None:
-        """Equal requests have equal digests, on all routers."""
-        if self._request.ByteSize() > HASHED_ON_LOOP_BYTES:
-            self.digest = await asyncio.to_thread(_digest, self._request)
-        else:
-            self.digest = _digest(self._request)
 
     def found(self) -> Found | None:
         """Where it was placed; None: it ended before that."""
@@ -249,8 +247,17 @@ class Joined(Answer):
 
     _keys = itertools.count()
 
-    def __init__(self, requests: Requests, found: Found, call: Call, place: Place, *, num_bytes: int) -> None:
-        super().__init__(requests, found.request, call)
+    def __init__(
+        self,
+        requests: Requests,
+        found: Found,
+        call: Call,
+        place: Place,
+        *,
+        num_bytes: int,
+        started_ns: int | None = None,
+    ) -> None:
+        super().__init__(requests, found.request, call, started_ns)
         self._found = found
         self._place_of_caller = place
         self._num_bytes = num_bytes
@@ -332,8 +339,13 @@ def _unknown(call: Call) -> NotFound:
     )
 
 
-def _digest(request: router_pb2.GenerateRequest) -> bytes:
-    return hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
+async def _digest(request: router_pb2.GenerateRequest) -> bytes:
+    """Equal requests have equal ones, on all routers."""
+
+    def digest() -> bytes:
+        return hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
+
+    return await asyncio.to_thread(digest) if request.ByteSize() > HASHED_ON_LOOP_BYTES else digest()
 
 
 def _without_prompt(request: router_pb2.GenerateRequest) -> router_pb2.GenerateRequest:

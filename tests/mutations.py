@@ -762,7 +762,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "resume: any request with the id joins",
-        ((RESUME, "if found.digest != first.digest:", "if False:"),),
+        ((RESUME, "if found is not None and found.digest != digest:", "if False:"),),
         (TEST_ROUTER_RESUME + "test_another_request_with_the_id_is_a_duplicate",),
     ),
     Mutation(
