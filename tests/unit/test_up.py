@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from protos.errors import ConfigError, ModelError
+from protos.metrics import OFF
 from protos.tls import ServerTls
 from tests.unit.tiny import write_model
 from worker import up
-from worker.cluster import Interrupted
+from worker.cluster import Interrupted, _metrics_address
 from worker.cluster_config import ClusterConfig
 from worker.up import check_ready_file
 
@@ -212,7 +213,7 @@ import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from rich.console import Console
-from worker.cluster import Interrupted
+from worker.cluster import Interrupted, _metrics_address
 from worker.up import SAME_WISH_S, interruptible
 
 folder, ready_file = map(Path, sys.argv[1:])
@@ -242,3 +243,30 @@ def test_a_second_ctrl_c_leaves_neither_folder_nor_ready_file(tmp_path: Path) ->
     assert ended.returncode == 130, ended.stderr
     assert not folder.exists()
     assert not ready_file.exists()
+
+
+# --- what is exported ---
+
+
+def test_metrics_take_ports_in_a_row_or_free_ones() -> None:
+    assert [_metrics_address("127.0.0.1:9100", index) for index in range(3)] == [
+        "127.0.0.1:9101",
+        "127.0.0.1:9102",
+        "127.0.0.1:9103",
+    ]
+    assert _metrics_address(OFF, 3) == OFF
+    host, _, port = _metrics_address("127.0.0.1:0", 0).rpartition(":")
+    assert host == "127.0.0.1" and int(port) > 0  # a fixed one, which a restarted worker takes again
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    with pytest.raises(ConfigError, match="BAD_OTLP_ENDPOINT"):
+        config(model, otlp_endpoint="collector:4317")
+    with pytest.raises(ConfigError, match="BAD_ADDRESS"):
+        config(model, metrics="somewhere")
+    assert config(model).otlp_endpoint is None
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4317")
+    assert config(model).otlp_endpoint == "http://collector:4317"
