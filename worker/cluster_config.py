@@ -17,6 +17,7 @@ from protos.tls import ServerCertificate, ServerTls
 from protos.tracing import endpoint_of
 from worker import gguf_model, model_config, tiny_v4
 from worker.config import WorkerConfig, default_dtype
+from worker.families import architecture
 from worker.gpu import Gpu, free_bytes, visible_gpus
 from worker.memory_plan import Use, demand_fit, total
 from worker.weights import planned_uses
@@ -118,7 +119,8 @@ class ClusterConfig:
         )
         if config.kv_bytes is not None and config.kv_bytes < LEAST_KV_BYTES:
             raise ConfigError("kv_bytes is too small", given=config.kv_bytes, allowed=f"at least {LEAST_KV_BYTES}")
-        config.worker(0, Path("unknown yet"), DEFAULT_ARENA_BYTES)
+        worker = config.worker(0, Path("unknown yet"), DEFAULT_ARENA_BYTES)
+        architecture(model_config.read_json(folder / "config.json")).check_settings(worker)
         arena_bytes_of(config)
         return config
 

@@ -46,8 +46,14 @@ class Architecture(Protocol):
         """Those of ``names`` that may be there all the same: harmless leftovers of other writers."""
         ...
 
+    def check_settings(self, config: WorkerConfig) -> None:
+        """Raises ConfigError: a setting does nothing or cannot be had with this family. Needs no device."""
+        ...
+
     def geometry(self, config: WorkerConfig, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
-        """Raises ConfigError: the KV mode does not go with the model, or a GPU has no kernel for it (NO_GPU_KERNEL)."""
+        """Raises ConfigError: as ``check_settings``; the KV mode does not go with the model, or a GPU has no kernel for
+        it (NO_GPU_KERNEL).
+        """
         ...
 
     def network(self, weights: Weights, max_sequence_tokens: int) -> Network:
@@ -85,13 +91,16 @@ class LlamaArchitecture:
         tied = {"lm_head.weight"} if self.shapes.tied else set()
         return {name for name in names if name.endswith("rotary_emb.inv_freq")} | tied
 
-    def geometry(self, config: WorkerConfig, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
+    def check_settings(self, config: WorkerConfig) -> None:
         _demand_drafts(config, 0)
         for name in ("kv_retention", "pack_compressed"):
             if value := getattr(config, name):
                 raise ConfigError(
                     f"{name} would do nothing with {self.model_type}", given=value, allowed=f"{name} with {DEEPSEEK_V4}"
                 )
+
+    def geometry(self, config: WorkerConfig, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
+        self.check_settings(config)
         geometry = apply_mode(
             self.shapes.geometry(dtype, max_sequence_tokens),
             config.kv_mode,
@@ -149,6 +158,9 @@ class DeepseekV4Architecture:
 
     def ignored(self, names: Iterable[str]) -> set[str]:
         return set()
+
+    def check_settings(self, config: WorkerConfig) -> None:
+        self.geometry(config, "float32", self.max_positions)
 
     def geometry(self, config: WorkerConfig, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
         if config.on_gpu:

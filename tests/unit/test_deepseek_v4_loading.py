@@ -368,14 +368,21 @@ def test_what_the_family_has_not_is_refused_by_name(folder: Path, settings: dict
     shapes = architecture(json.loads((folder / "config.json").read_text()))
     with pytest.raises(ConfigError, match=named):
         shapes.geometry(config_for(folder, **settings), "float32", 512)
+    if "device" not in settings:
+        with pytest.raises(ConfigError, match=named):  # before anything starts
+            ClusterConfig.of(model=str(folder), listen="127.0.0.1:0", device="cpu", **settings)
 
 
 @pytest.mark.parametrize(
     "settings", [{"kv_retention": "none"}, {"pack_compressed": "tq4"}, {"drafts": 1}], ids=lambda s: next(iter(s))
 )
 def test_what_only_this_family_has_is_refused_by_name_elsewhere(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = tiny.write_model(tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=next(iter(settings))):
-        load_model(config_for(tiny.write_model(tmp_path), **settings))
+        load_model(config_for(folder, **settings))
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        ClusterConfig.of(model=str(folder), listen="127.0.0.1:0", device="cpu", **settings)
 
 
 def test_settings_of_the_family_reach_its_geometry_through_the_whole_cluster(folder: Path) -> None:
