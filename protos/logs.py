@@ -2,12 +2,18 @@
 
 Events are short constant strings; what varies is in key-value pairs. Records of libraries that use ``logging`` (grpc,
 Ray) take the same form. Tracebacks are printed without the values of local variables: those hold callers' prompts.
+
+Our own events go to the handler's stream without becoming records of ``logging`` first, which would take longer than
+all the rest: a router logs a line a request.
 """
 
 from __future__ import annotations
 
+import json as json_library
 import logging
 import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor
@@ -40,6 +46,32 @@ def _for_people(_logger: object, _method: str, event: EventDict) -> EventDict:
     return shown
 
 
+class _Lines:
+    """What structlog hands rendered lines to: the stream of a handler, which other threads write to as well."""
+
+    def __init__(self, handler: logging.StreamHandler[TextIO]) -> None:
+        self._handler = handler
+
+    def msg(self, line: str) -> None:
+        self._handler.acquire()
+        try:
+            self._handler.stream.write(f"{line}\n")
+            self._handler.stream.flush()
+        except (OSError, ValueError):
+            pass  # nobody reads it any more; what was to be logged must not fail for that
+        finally:
+            self._handler.release()
+
+    debug = info = warning = error = critical = exception = msg
+
+
+_ENCODER = json_library.JSONEncoder(default=repr)  # ASCII, so that no terminal takes any of it for a command
+
+
+def _to_json(event: Mapping[str, Any], **_settings: object) -> str:
+    return _ENCODER.encode(event)
+
+
 def configure(component: str, json: bool | None = None, level: str = "info") -> None:
     """Sets up logging for this process; call once, first thing in ``main``.
 
@@ -58,11 +90,11 @@ def configure(component: str, json: bool | None = None, level: str = "info") -> 
     shared: list[Processor] = [
         add_component,
         structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
+        structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True) if json else structlog.processors.TimeStamper("%H:%M:%S"),
     ]
     render: list[Processor] = (
-        [structlog.processors.format_exc_info, _in_reading_order, structlog.processors.JSONRenderer()]
+        [structlog.processors.format_exc_info, _in_reading_order, structlog.processors.JSONRenderer(_to_json)]
         if json
         else [
             _for_people,
@@ -85,15 +117,10 @@ def configure(component: str, json: bool | None = None, level: str = "info") -> 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("tailpack").setLevel(level.upper())
+    lines = _Lines(handler)
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.processors.StackInfoRenderer(),
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        logger_factory=lambda *_args: logging.getLogger("tailpack"),
-        wrapper_class=structlog.stdlib.BoundLogger,
+        processors=[*shared, structlog.processors.StackInfoRenderer(), *render],
+        logger_factory=lambda *_args: lines,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         cache_logger_on_first_use=False,
     )

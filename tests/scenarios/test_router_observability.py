@@ -204,8 +204,8 @@ async def test_without_traces_the_worker_gets_the_callers_header(folder: Path) -
 @contextmanager
 def captured_logs(level: str) -> Iterator[io.StringIO]:
     """All that this process logs, of every library too, as the file that it would be in."""
-    root, ours = logging.getLogger(), logging.getLogger("tailpack")
-    before = root.handlers[:], root.level, ours.level
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
     logs.configure("router", json=True, level=level)
     written = io.StringIO()
     (handler,) = root.handlers
@@ -217,7 +217,7 @@ def captured_logs(level: str) -> Iterator[io.StringIO]:
         yield written
     finally:
         logs.configure("test", json=True)
-        root.handlers[:], root.level, ours.level = before
+        root.handlers[:], root.level = before
 
 
 def request_of(prompt: str | router_pb2.Chat, **fields: Any) -> router_pb2.GenerateRequest:

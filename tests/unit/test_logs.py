@@ -28,8 +28,8 @@ LINE = {
 
 @contextmanager
 def written(*, json: bool, level: str = "info") -> Iterator[io.StringIO]:
-    root, ours = logging.getLogger(), logging.getLogger("tailpack")
-    before = root.handlers[:], root.level, ours.level
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
     logs.configure("router", json, level)
     stream = io.StringIO()
     (handler,) = root.handlers
@@ -39,7 +39,7 @@ def written(*, json: bool, level: str = "info") -> Iterator[io.StringIO]:
         yield stream
     finally:
         logs.configure("test", json=True)
-        root.handlers[:], root.level, ours.level = before
+        root.handlers[:], root.level = before
 
 
 def fail_with_a_secret_variable() -> None:
