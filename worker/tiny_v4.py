@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from worker.families import architecture
 from worker.gguf_model import CACHE_HINT, cache_root
 
 NAME = "tiny-v4"
-FORMAT = 1  # raise it when what is written changes
+FORMAT = 1  # raise it when what is written changes other than by CONFIG
 SEED = 20261130
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
@@ -102,7 +103,8 @@ def model_folder(cache: Path | None = None) -> Path:
         ConfigError: CACHE_NOT_WRITABLE.
     """
     root = cache or cache_root()
-    folder = root / f"{NAME}-{FORMAT}"
+    made_of = json.dumps([FORMAT, SEED, CONFIG]).encode()
+    folder = root / f"{NAME}-{blake2b(made_of, digest_size=8).hexdigest()}"
     if folder.is_dir():  # renamed when it was whole
         return folder
     try:
