@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.errors import InvalidRequest, ModelError
-from router.tokenizer import LONG_PROMPT_CHARACTERS, ChatTemplate, Tokenizer
+from router.tokenizer import INLINE_CHARACTERS, LONG_PROMPT_CHARACTERS, ChatTemplate, Tokenizer
 from tests.scenarios.tiny_tokenizer import write_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
@@ -105,8 +105,9 @@ async def test_short_prompts_do_not_wait_behind_long_ones_and_abandoned_ones_are
         chat = [{"role": "user", "content": "c" * (LONG_PROMPT_CHARACTERS + 1)}]
         long.append(asyncio.create_task(tokenizer.encode_chat(chat, hold)))
         async with asyncio.timeout(20):
-            assert await tokenizer.encode_text("short") == tokenizer.encode("short")
-            assert await tokenizer.encode_chat(USER)
+            short = "s" * (INLINE_CHARACTERS + 1)
+            assert await tokenizer.encode_text(short) == tokenizer.encode(short)
+            assert await tokenizer.encode_chat([{"role": "user", "content": short}])
             while not begun:
                 await asyncio.sleep(0.001)
         for task in long[1:]:
@@ -117,6 +118,20 @@ async def test_short_prompts_do_not_wait_behind_long_ones_and_abandoned_ones_are
     assert await long[0]
     assert await tokenizer.encode_text("d" * (LONG_PROMPT_CHARACTERS + 1), lambda text: begun.append("d"))
     assert begun == ["a", "d"]
+
+
+async def test_only_what_takes_long_goes_to_a_thread(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path))
+    here, threads = threading.current_thread(), list[threading.Thread]()
+
+    def check(text: str) -> None:
+        threads.append(threading.current_thread())
+
+    for letters in (INLINE_CHARACTERS, INLINE_CHARACTERS + 1):
+        await tokenizer.encode_text("a" * letters, check)
+    await tokenizer.encode_chat(USER, check)
+    await tokenizer.encode_chat([{"role": "user", "content": ""}] * INLINE_CHARACTERS, check)
+    assert [thread is here for thread in threads] == [True, False, True, False]
 
 
 async def test_a_refused_text_is_not_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
