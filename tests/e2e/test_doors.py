@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -54,7 +55,7 @@ def test_grpcurl_needs_no_file_of_ours(cluster: ClusterProcess) -> None:
     assert "".join(chunk.get("text", "") for chunk in chunks) == expected_text(cluster)
 
 
-def grpcurl(cluster: ClusterProcess, method: str, message: object) -> list[dict[str, object]]:
+def grpcurl(cluster: ClusterProcess, method: str, message: object) -> list[dict[str, Any]]:
     """All responses of a call, its method looked up by reflection."""
     program = Path(sys.executable).parent / "grpcurl"
     command = [str(program), "-plaintext", "-d", json.dumps(message), cluster.router, method]

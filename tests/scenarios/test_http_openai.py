@@ -408,6 +408,17 @@ async def test_a_slow_answer_is_no_slow_head(folder: Path, monkeypatch: pytest.M
         assert (await door.post(COMPLETIONS, {"prompt": "x"})).status == 200
 
 
+async def test_a_slow_body_is_no_slow_head(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.05)
+    body = request_bytes("POST", COMPLETIONS, {"prompt": "x"})
+    async with door.connection() as (reader, writer):
+        for at in range(len(body) - 10, len(body), 2):
+            writer.write(body[:at] if at == len(body) - 10 else body[at - 2 : at])
+            await asyncio.sleep(0.03)
+        writer.write(body[-2:])
+        assert (await read_reply(reader)).status == 200
+
+
 async def test_a_head_without_end_is_refused(door: Door) -> None:
     async with door.connection() as (reader, writer):
         writer.write(b"GET /health/live HTTP/1.1\r\nx-a: " + b"a" * http_server.MAX_HEAD_BYTES)
