@@ -352,18 +352,15 @@ def test_a_request_sent_again_is_answered_from_kv_and_alike(folder: Path, mode: 
     stale ring and the answer collapsed. Hash layers see the ids of the rest of the prompt only.
     """
     loaded = load(folder, kv_mode=mode)
-    first, other = text(300, 1), text(40, 2)
+    first, other = text(301, 1), text(40, 2)
     engine = harness(loaded, folder)
     before = engine.run(request("first", first, 10), request("mate", other, 30))
     again = engine.run(request("again", first, 10))
     assert again["again"] == before["first"]
     assert cached(engine, "again") >= 256
-    branch = [*first[:280], *other]  # parts from the first inside a page
-    assert (
-        engine.run(request("branch", branch, 10))["branch"]
-        == harness(loaded, folder).run(request("branch", branch, 10))["branch"]
-    )
-    assert cached(engine, "branch") >= 256
+    longer = [*first, *other]  # goes on where the first prompt ended, inside a page and inside blocks of both ratios
+    assert engine.run(request("longer", longer, 10)) == harness(loaded, folder).run(request("longer", longer, 10))
+    assert cached(engine, "longer") >= 256
 
 
 @pytest.mark.parametrize("mode", ["dense", "turboquant"])
