@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,11 @@ def test_traces_are_off_unless_somebody_asks_for_them() -> None:
     assert endpoint_of("none", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"}) is None
     assert endpoint_of("http://b:2", {"OTEL_SDK_DISABLED": "true"}) is None
     assert tracing.configure("router", None) is None
+
+
+def test_a_router_without_traces_does_not_even_import_the_library() -> None:
+    code = "import sys, router.server, router.cli; assert not [m for m in sys.modules if m.startswith('opentelemetry')]"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=60)
 
 
 def test_an_endpoint_comes_from_the_flag_or_the_environment() -> None:
