@@ -36,6 +36,7 @@ class Script:
     first_s: float = 0.0  # before the first token: queue and prefill
     every_s: float = 0.0  # between steps
     per_step: int = 1
+    hold_at: int | None = None  # with so many tokens out it waits for the worker's gate
     endless: bool = False
     finish: int = types_pb2.FINISH_REASON_EOS  # when the tokens are out (LENGTH at max_tokens)
     error: errors.TailpackError | None = None  # instead of a finish
@@ -93,6 +94,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     load: types_pb2.WorkerLoad = field(
         default_factory=lambda: types_pb2.WorkerLoad(pages_free=10_000, pages_total=10_000)
     )
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
     now_s: float = 0.0  # the clock of grace times
     limits: Limits | None = None  # of kept answers
     resumes: list[str] = field(default_factory=list)  # request ids of Resume, in the order of the session's messages
@@ -256,6 +258,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         tokens = tokens[:limit]
         position = 0
         while position < len(tokens) or not tokens:
+            if script.hold_at is not None and position >= script.hold_at:
+                await self.gate.wait()
             step = tokens[position : position + script.per_step]
             ended = position + len(step) >= len(tokens)
             output = worker_pb2.SequenceOutput(

@@ -76,6 +76,10 @@ class Scene:
     def worker(self) -> FakeWorker:
         return self.it.workers[0]
 
+    async def left(self, request_id: str) -> None:
+        """Nobody is subscribed to it."""
+        await until(lambda: not self.worker.answers._by_id[request_id].subscriptions)
+
     async def settled(self) -> None:
         """No call, sequence or subscription is left; answers may be kept."""
         await self.it.settled()
@@ -239,12 +243,13 @@ async def test_a_place_behind_the_stop_string_is_refused(folder: Path, text_ids:
 
 
 async def test_several_read_one_answer_at_once(folder: Path, text_ids: list[int]) -> None:
-    async with scene(folder, Script([*text_ids, EOS], every_s=STEP_S)) as s:
+    async with scene(folder, Script([*text_ids, EOS], hold_at=3)) as s:
         first = s.here.generate(ask(), "r")
         head = [await first.read()]
         others = [door.resume("r") for door in (s.here, s.there, s.there)]
         heads = [[await call.read()] for call in others]
         assert (await s.there.stats()).streams == 2
+        s.worker.gate.set()
         rests = await asyncio.gather(*(read(call) for call in (first, *others)))
         for got in (a + b for a, b in zip([head, *heads], rests, strict=True)):
             assert whole(got).text == TEXT
@@ -261,7 +266,7 @@ async def test_a_long_replay_comes_in_pieces_and_waits_for_a_slow_reader(
     monkeypatch.setattr(relay, "MAX_PENDING_BYTES", 2000)
 
     def script(submit: Any) -> Script:
-        return Script(text_ids, endless=True, per_step=10, first_s=0.3 if submit.request_id == "stopped" else 0.0)
+        return Script(text_ids, endless=True, per_step=10, hold_at=0 if submit.request_id == "stopped" else None)
 
     async with scene(folder, script) as s:
         request = ask(stop=types_pb2.StopConditions(max_tokens=3000))
@@ -276,7 +281,9 @@ async def test_a_long_replay_comes_in_pieces_and_waits_for_a_slow_reader(
         request.stop_strings.append("日本")
         lost = s.here.generate(request, "stopped")
         await until(lambda: "stopped" in s.worker.active)
-        lost.cancel()  # before any router sees the stop string
+        lost.cancel()
+        await s.left("stopped")
+        s.worker.gate.set()  # no router sees the stop string
         await until(lambda: s.worker.num_emitted["stopped"] == 3000)
         got = whole(await read(s.there.resume("stopped")))
         assert (got.text, got.last.stop_string) == ("Où est ", "日本")
@@ -299,7 +306,7 @@ async def test_a_reader_that_is_too_slow_loses_its_stream_and_not_the_answer(
 
 
 async def test_only_a_resumable_request_outlives_its_call(folder: Path, text_ids: list[int]) -> None:
-    async with scene(folder, Script(text_ids, endless=True, every_s=STEP_S)) as s:
+    async with scene(folder, Script([*text_ids, EOS], hold_at=3)) as s:
         await read(s.here.generate(ask(resumable=False), "plain"), 3)
         await until(lambda: s.worker.aborts == ["plain"])
         assert (await refusal(s.there.resume("plain"))).reason == "UNKNOWN_REQUEST"
@@ -307,18 +314,20 @@ async def test_only_a_resumable_request_outlives_its_call(folder: Path, text_ids
         with capture_logs() as lines:
             await read(s.here.generate(ask(), "kept"), 3)
             await until(lambda: [line["reason"] for line in lines if line["event"] == "request"] == ["DETACHED"])
-        await until(lambda: s.worker.num_emitted["kept"] == 500)
+        s.worker.gate.set()
+        await until(lambda: s.worker.answers.num_kept)
         assert s.worker.aborts == ["plain"]
-        assert len(whole(await read(s.there.resume("kept"))).token_ids) == 500
+        assert whole(await read(s.there.resume("kept"))).text == TEXT
         await s.settled()
 
 
 async def test_a_deadline_ends_the_call_and_not_the_request(folder: Path, text_ids: list[int]) -> None:
-    async with scene(folder, Script([*text_ids, EOS], first_s=0.3)) as s:
-        call = s.here.stub.Generate(ask(), metadata=rpc.metadata("r"), timeout=0.1)
+    async with scene(folder, Script([*text_ids, EOS], hold_at=0)) as s:
+        call = s.here.stub.Generate(ask(), metadata=rpc.metadata("r"), timeout=0.7)
         with pytest.raises(errors.DeadlineExceeded):
             await read(call)
         assert s.worker.submits[0].deadline_unix_ns == 0
+        s.worker.gate.set()
         assert whole(await read(s.here.resume("r"))).text == TEXT
         await s.settled()
 
@@ -400,7 +409,7 @@ async def test_an_id_that_its_caller_did_not_choose_is_not_looked_for(folder: Pa
 
 @pytest.mark.parametrize("where", ["here", "there"])
 async def test_cancel_ends_it_for_all_that_read_it(folder: Path, text_ids: list[int], where: str) -> None:
-    async with scene(folder, Script(text_ids, endless=True, every_s=STEP_S)) as s:
+    async with scene(folder, Script(text_ids, hold_at=3)) as s:
         calls = [s.here.generate(ask(), "r"), s.here, s.there]
         await calls[0].read()
         calls[1:] = [door.resume("r") for door in calls[1:]]
@@ -416,7 +425,7 @@ async def test_cancel_ends_it_for_all_that_read_it(folder: Path, text_ids: list[
 
 async def test_what_nobody_reads_is_cancelled_and_what_is_kept_forgotten(folder: Path, text_ids: list[int]) -> None:
     def script(submit: Any) -> Script:
-        return Script(text_ids, endless=submit.request_id == "runs", every_s=STEP_S)
+        return Script([*text_ids, EOS], hold_at=3 if submit.request_id == "runs" else None)
 
     async with scene(folder, script) as s:
         await read(s.here.generate(ask(), "runs"), 1)
@@ -509,7 +518,7 @@ async def test_a_worker_with_no_room_for_the_log_is_passed_over(folder: Path, te
 
 
 async def test_a_lost_worker_ends_a_stream_by_name(folder: Path, text_ids: list[int]) -> None:
-    async with scene(folder, Script(text_ids, endless=True, every_s=STEP_S)) as s:
+    async with scene(folder, Script(text_ids, hold_at=3)) as s:
         call = s.here.generate(ask(), "r")
         await call.read()
         resumed = s.there.resume("r")

@@ -15,13 +15,14 @@ import pytest
 from protos import router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.errors import TailpackError
 from tests.scenarios.router_harness import Answer, Harness, cluster, until
-from tests.scenarios.test_worker_service import Scene, read_step, scene, submit, tokens
+from tests.scenarios.test_worker_service import Scene, output, read_step, scene, submit, tokens
 from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
 from tests.unit.fake_kv import FakeAttachment
 from tests.unit.tiny import config_for, write_model
 from worker.engine import Engine
 from worker.service import SERVICE, WorkerService
-from worker.sessions import Sessions
+from worker.sessions import RouterSession, Sessions
+from worker.shell import _drained
 from worker.weights import load_model
 
 NUM_TOKENS = 24
@@ -185,9 +186,32 @@ async def test_a_draining_worker_refuses_new_ones_and_goes_on_with_those_it_has(
 async def read_step_of(call: Any, name: str) -> worker_pb2.SequenceOutput:
     while True:
         message = await asyncio.wait_for(call.read(), 10)
-        for output in message.step.sequences:
-            if output.request_id == name:
-                return output  # type: ignore[no-any-return]
+        for piece in message.step.sequences:
+            if piece.request_id == name:
+                return piece  # type: ignore[no-any-return]
+
+
+async def test_a_drain_waits_for_who_is_owed_an_answer() -> None:
+    loop = asyncio.get_running_loop()
+    sessions = Sessions(loop)
+    answers = sessions.answers
+
+    class Idle:
+        def load(self) -> types_pb2.WorkerLoad:
+            return types_pb2.WorkerLoad()
+
+    session = RouterSession("o", Idle(), answers)  # type: ignore[arg-type]
+    subscription = answers.open(resumable("r").submit, "owner", lambda: None, session)
+    answers.take("owner", [output("r", 0, 5, finish=types_pb2.FINISH_REASON_EOS)])
+    assert subscription.take() is not None
+    draining = asyncio.create_task(_drained(Idle(), sessions, loop.create_future(), 30.0))  # type: ignore[arg-type]
+    answers.leave(subscription)  # its caller is lost
+    await asyncio.sleep(0.15)
+    assert not draining.done()
+    again = answers.resume("r", "", "r#1", session)
+    assert again.take() is not None
+    answers.leave(again, delivered=True)
+    await asyncio.wait_for(draining, 10)
 
 
 async def test_a_long_replay_shares_its_session_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
