@@ -434,17 +434,18 @@ class RpcServer:
         """
         self.name = name
         self.certificate = ServerCertificate(tls, name) if tls is not None else None
-        interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor(name)]
+        interceptors: list[grpc.aio.ServerInterceptor] = []
         if tenant_of is not None:
-            interceptors.insert(0, _TenantInterceptor(tenant_of, (*_OPEN_METHODS, *open_methods)))
+            interceptors.append(_TenantInterceptor(tenant_of, (*_OPEN_METHODS, *open_methods)))
         self._server = grpc.aio.server(interceptors=interceptors, options=_server_options(keepalive_time_ms))
+        self._handlers = _Handlers(name, self._server)
         self._health = health_aio.HealthServicer()
         self._services: list[str] = []
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._handlers)
 
     def add(self, add_to_server: Callable[[Any, Any], None], servicer: Any, service_full_name: str) -> None:
         """Registers a generated ``add_XServicer_to_server`` with its servicer. Before start."""
-        add_to_server(servicer, self._server)
+        add_to_server(servicer, self._handlers)
         self._services.append(service_full_name)
 
     async def start(self, address: str) -> str:
@@ -606,21 +607,26 @@ def _refusal(error: TailpackError) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what handlers raise into statuses. Handlers themselves never touch codes."""
+class _Handlers:
+    """What generated code adds a service to. What handlers raise becomes statuses: they themselves never touch codes.
 
-    def __init__(self, name: str) -> None:
+    They are wrapped here, once, and not by an interceptor, which would do so for each call.
+    """
+
+    def __init__(self, name: str, server: grpc.aio.Server) -> None:
         self._name = name
+        self._server = server
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(details)
-        if handler is None:
-            return None
-        method = str(details.method)
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Generated code adds the same handlers by both ways; the other one tells their names."""
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> None:
+        wrapped = {name: self._wrapped(handler, f"/{service}/{name}") for name, handler in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))
+
+    def _wrapped(self, handler: Any, method: str) -> Any:
         if handler.response_streaming:
             inner: Any = handler.stream_stream if handler.request_streaming else handler.unary_stream
             wrapped = self._streaming(inner, method)

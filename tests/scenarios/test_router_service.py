@@ -172,13 +172,16 @@ async def test_logprobs_come_one_per_token(folder: Path, text_ids: list[int]) ->
         assert chosen == got.token_ids
 
 
-async def test_the_request_id_is_in_the_initial_metadata(folder: Path) -> None:
+@pytest.mark.parametrize(("given", "resumable"), [(None, False), (None, True), ("mine-1", True), ("mine-1", False)])
+async def test_the_request_id_is_in_the_initial_metadata(folder: Path, given: str | None, resumable: bool) -> None:
+    """But of a caller that chose it, for a request that ends with its call: the chunks have it soon enough."""
     async with cluster(folder, Script([5, EOS])) as it, rpc.channel(it.address) as channel:
-        for given in ("mine-1", None):
-            call = router_pb2_grpc.RouterStub(channel).Generate(build_request("hi"), metadata=rpc.metadata(given))
-            sent = dict(await call.initial_metadata())["x-request-id"]
-            assert {chunk.request_id async for chunk in call} == {sent}
-            assert given is None or sent == given
+        request = build_request("hi", resumable=resumable)
+        call = router_pb2_grpc.RouterStub(channel).Generate(request, metadata=rpc.metadata(given))
+        sent = dict(await call.initial_metadata()).get("x-request-id")
+        (request_id,) = {chunk.request_id async for chunk in call}
+        assert request_id == given or given is None
+        assert sent == (request_id if resumable or given is None else None)
 
 
 # --- refusals ---
