@@ -103,7 +103,9 @@ def _print_tables(response: kvstore_pb2.KvStatsResponse) -> None:
         for g in device.groups:
             counts = (g.pages_total, g.pages_free, g.pages_promised, g.pages_open, g.pages_sealed, g.pages_cached)
             numbers = [f"{count:,}" for count in (*counts, g.tail_slots_used, g.arena_bytes >> 20)]
-            table.add_row(g.group, f"{g.mode} {g.preset}".strip(), f"{g.bytes_per_token:,.0f}", *numbers)
+            kept = "" if g.retention == "all" else f"keeps {g.retention}"
+            mode = " ".join(filter(None, (g.mode, g.preset, kept)))
+            table.add_row(g.group, mode, f"{g.bytes_per_token:,.0f}", *numbers)
         console.print(table)
         sealed_ever = sum(group.pages_sealed_ever for group in device.groups)
         console.print(

@@ -50,6 +50,8 @@ TEST_FP8, TEST_LAYOUT = "tests/kernels/test_fp8.py::", "tests/kernels/test_layou
 TEST_REPORT = "tests/kernels/test_codec_report.py::"
 CUBINS, ARCHIVE, TEST_ARCHIVE = "kernels/cubins.py", "kernels/archive.py", "tests/kernels/test_archive.py::"
 RETENTION, SEQUENCES, GROUP_PAGES = "kvstore/retention.py", "kvstore/sequences.py", "kvstore/group_pages.py"
+ROLLBACK, KEPT, RINGS = "kvstore/rollback.py", "kvstore/kept_boundaries.py", "kvstore/pending_rings.py"
+MATCH, TEST_PHASES = "kvstore/prefix_match.py", "tests/unit/test_kv_phases.py::"
 DEVICE, HASH, PAGE_CODEC = "kvstore/device.py", "protos/page_hash.py", "kernels/page_codec.py"
 KV_VIEW, KV_MOVES, SEQUENCE_KV = "worker/kv_view.py", "worker/kv_moves.py", "worker/sequence_kv.py"
 TEST_RETENTION, TEST_SEQUENCES = "tests/unit/test_kv_retention.py::", "tests/unit/test_kv_sequences.py::"
@@ -485,8 +487,58 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a truncate forgets the pending rows of a ratio-4 region",
-        ((SEQUENCES, "if state.group.has_pending and num_tokens and not there:", "if num_tokens < 0:"),),
+        ((ROLLBACK, "pending = num_tokens and state.group.has_pending", "pending = False"),),
         (TEST_SEQUENCES + "test_pending_rows_go_back_to_the_last_kept_boundary_or_not_at_all",),
+    ),
+    Mutation(
+        "what a block carries over from the one before is not kept",
+        ((GEOMETRY, "// self.block * self.block - self.carry)", "// self.block * self.block)"),),
+        (
+            TEST_GEOMETRY + "test_which_pending_rows_a_length_needs",
+            TEST_GEOMETRY + "test_a_tail_holds_what_the_bound_says_whatever_the_length",
+        ),
+    ),
+    Mutation(
+        "a ring of pending rows forgets the margin",
+        ((GEOMETRY, "region.pending_reach + self.margin + self.", "region.pending_reach + self."),),
+        (TEST_PHASES + "test_a_rollback_inside_the_margin_is_exact_at_every_phase",),
+    ),
+    Mutation(
+        "rows that guesses wrote over count as held",
+        ((RINGS, "geometry.ring_rows(group, region) - under_way", "geometry.ring_rows(group, region)"),),
+        (TEST_PHASES + "test_what_rings_hold_after_rollbacks",),
+    ),
+    Mutation(
+        "a rollback leaves the rings as they were",
+        ((RINGS, "return self if num_tokens >= first else", "return self if True else"),),
+        (TEST_PHASES + "test_what_rings_hold_after_rollbacks",),
+    ),
+    Mutation(
+        "all checkpoints keep their open page in one place",
+        (
+            (
+                KEPT,
+                "return self._num_pages[group] + _slot(checkpoint) - self._first_slot",
+                "return self._num_pages[group]",
+            ),
+        ),
+        (TEST_PHASES + "test_every_checkpoint_keeps_an_open_page_of_its_own",),
+    ),
+    Mutation(
+        "a token taken back over a page's start is sought in the checkpoint's open page",
+        ((MATCH, "checkpoint, group.name) if from_kept else pages[whole] if", "checkpoint, group.name) if"),),
+        (TEST_PHASES + "test_a_kept_boundary_resumes_exactly_at_every_phase",),
+    ),
+    Mutation(
+        "the prompt's end is not kept",
+        (
+            (
+                GROUP_PAGES,
+                "self.group.keep_every, self.prompt_pages)\n\n    @",
+                "self.group.keep_every, range(0))\n\n    @",
+            ),
+        ),
+        (TEST_PHASES + "test_retention_keeps_every_nth_page_and_the_prompts_end",),
     ),
     Mutation(
         "the refill after a deep rollback is skipped",

@@ -202,38 +202,44 @@ def test_a_checkpoint_takes_what_it_says_of_the_arena() -> None:
 
 
 def test_what_rings_hold_after_rollbacks() -> None:
-    """Against a model that keeps which token each ring row holds; lengths go up by steps and down by rollbacks."""
+    """Against a model that keeps which token each ring row holds; lengths go up by steps, of which some write guesses
+    behind that nobody tells of, and down by rollbacks.
+    """
     short, long = Region(0, "a", 2, 8, "float32", block=4, carry=4), Region(0, "b", 2, 8, "float32", block=16)
     for regions in ((short,), (long,), (short, long)):
         seed = random.randrange(1 << 32)
         rng = random.Random(seed)
         geometry = CacheGeometry((LayerGroup("g", (RATIO_4, *regions)),), margin=3, max_step_tokens=2)
         rings = PendingRings.of(geometry.groups[0], geometry)
-        held = {region.kind: [-1] * rows for region, rows in rings.regions}
-        n = 0
+        sizes = {region.kind: geometry.ring_rows(geometry.groups[0], region) for region in regions}
+        held = {kind: [-1] * rows for kind, rows in sizes.items()}
+        n = peak = floor = 0
         for _ in range(3000):
             if rng.random() < 0.6:
                 end = n + rng.choice([1, 1, 2, 60])
-                for region, rows in rings.regions:
-                    for t in range(max(n, end - rows), end):
-                        held[region.kind][t % rows] = t
-                n, rings = end, rings.after(end)
+                guesses = rng.randint(0, geometry.steps_under_way)
+                for kind, rows in sizes.items():
+                    for t in range(max(n, end - rows), end + guesses):
+                        held[kind][t % rows] = t if t < end else -1
+                n, peak, rings = end, max(peak, end), rings.after(end)
             else:
                 target = max(0, n - rng.choice([1, 2, 3, 4, 8, 16, 20, 64]))
                 if rng.random() < 0.3:
                     target -= target % 16
                 there = all(
-                    held[region.kind][t % rows] == t
-                    for region, rows in rings.regions
+                    held[region.kind][t % sizes[region.kind]] == t
+                    for region in regions
                     for t in range(region.first_pending(target), target)
                 )
                 assert rings.hold(target) <= there, f"seed {seed}: rows that are gone are said to be there"
-                if rings.written - target <= 3 and target >= rings.first:
+                if peak - target <= 3 and target >= floor:
                     assert rings.hold(target), f"seed {seed}: a rollback inside the margin is refused"
                 if rings.hold(target):
                     n, rings = target, rings.cut(target)
                     for rows_held in held.values():  # what lies behind the cut is no longer this sequence's
                         rows_held[:] = [t if t < n else -1 for t in rows_held]
+                    if all(t < 0 for rows_held in held.values() for t in rows_held):
+                        peak = floor = n
     block_start = PendingRings(((long, 40),)).after(1000)
     assert block_start.hold(160) and not block_start.hold(161)  # 160 begins a block: nothing waits there
 
@@ -253,6 +259,23 @@ def test_a_checkpoint_a_little_back_serves_only_what_its_rings_hold() -> None:
         assert isinstance(answer, Admitted) and answer.num_cached == cached
         w.check_sequence(answer.slot)
         slot = answer.slot
+
+
+def test_every_checkpoint_keeps_an_open_page_of_its_own() -> None:
+    """Two at once, and a third in the place of the first; their sequences go on, and are gone before the resume."""
+    w = Worker(GEOMETRIES["v4"], num_pages=24, checkpoint_slots=2)
+    for salt in ("a", "b", "c"):
+        answer = w.open(salt, TOKENS[:300], 1400)
+        assert isinstance(answer, Admitted)
+        w.prefill(answer.slot, 300)
+        assert w.checkpoint(answer.slot)
+        for _ in range(5):
+            w.decode(answer.slot, [1])
+        w.release(answer.slot)
+    for salt, cached in (("b", 300), ("c", 300), ("a", 0)):
+        answer = w.open(salt, TOKENS[:310], 400)
+        assert isinstance(answer, Admitted) and answer.num_cached == cached
+        w.check_sequence(answer.slot)
 
 
 def test_prompts_that_part_are_told_where_although_raw_pages_are_left_out() -> None:
