@@ -132,13 +132,15 @@ class Requests:
             TailpackError: a worker cannot be asked, so that "none" would be a guess.
         """
         wanted = sequence_id(tenant, request_id)
-        if self.admission.cancel(wanted):
+        own = self.admission.cancel(wanted)
+        if own and wanted not in self.resumables.firsts:
             return True
+        # Of a resumable one the answer may have ended already and be kept, or another worker have an earlier placement.
         links = [link for link in self.registry.links.values() if link.state in ("ready", "draining")]
         answers = await asyncio.gather(
             *(link.abort_foreign(wanted, tenant, CANCEL_TIMEOUT_S) for link in links), return_exceptions=True
         )
-        if any(answer is True for answer in answers):
+        if own or any(answer is True for answer in answers):
             return True
         for answer in answers:
             if isinstance(answer, BaseException):

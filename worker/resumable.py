@@ -31,7 +31,7 @@ from protos.limits import MAX_RESUME_GRACE_MS
 log = structlog.get_logger("worker")
 
 MAX_CALLER_REQUEST_BYTES = 8 << 10
-MAX_PIECE_WEIGHT = 1 << 13
+MAX_PIECE_WEIGHT = 1 << 10
 """Tokens, with their logprobs' entries, that a subscription sends before it waits for More where more is there."""
 
 _TOKEN_BYTES = 4

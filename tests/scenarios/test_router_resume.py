@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
 from router import relay, resume
+from router.admission import Call
 from router.requests import Requests
 from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
@@ -434,6 +435,18 @@ async def test_what_nobody_reads_is_cancelled_and_what_is_kept_forgotten(folder:
             assert await s.there.cancel(request_id)
             assert (await refusal(s.there.resume(request_id))).reason == "UNKNOWN_REQUEST"
         assert not s.worker.active
+        await s.settled()
+
+
+async def test_cancel_forgets_an_answer_whose_first_call_is_still_open(folder: Path, text_ids: list[int]) -> None:
+    async with scene(folder, Script([*text_ids, EOS], per_step=1000)) as s:
+        async with s.here.requests.answer(
+            ask(), Call("r")
+        ) as answer:  # its caller has yet to take the chunk that is here
+            await until(lambda: s.worker.answers.num_kept)
+            assert await s.here.cancel("r")
+            assert [chunk.finish_reason async for chunk in answer] == [types_pb2.FINISH_REASON_EOS]
+        assert (await refusal(s.there.resume("r"))).reason == "UNKNOWN_REQUEST"
         await s.settled()
 
 
