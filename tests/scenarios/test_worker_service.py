@@ -204,11 +204,12 @@ async def test_aborts_reach_the_engine_and_foreign_ones_are_not_found() -> None:
 
 
 async def test_a_large_prompt_is_read_off_the_loop_and_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    large, readers, may_read = [7] * 300_000, [], threading.Event()
+    large, may_read = [7] * 300_000, threading.Event()
+    readers: dict[str, int] = {}
     right = Request.from_proto
 
     def watched(message: worker_pb2.Submit, owner: str) -> Request:
-        readers.append(threading.get_ident())
+        readers[message.request_id] = threading.get_ident()
         if message.request_id == "large":
             assert may_read.wait(TIMEOUT_S)
         return right(message, owner)
@@ -229,7 +230,7 @@ async def test_a_large_prompt_is_read_off_the_loop_and_in_its_order(monkeypatch:
         assert [r.request_id for r in s.engine.submitted] == ["other", "large", "next"]
         assert [request_id for request_id, *_ in s.engine.aborted] == ["large"]
         assert s.engine.submitted[1].prompt == tuple(large)
-        assert readers[0] != threading.get_ident() and readers[-1] == threading.get_ident()
+        assert readers["large"] != threading.get_ident() == readers["other"] == readers["next"]
 
 
 async def test_a_session_that_ends_while_its_prompt_is_read_submits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
