@@ -70,9 +70,8 @@ def schedule(
         to_grid = GRID_TOKENS - start % GRID_TOKENS
         if one_span:
             remaining = min(remaining, to_grid)
-        for stop in (sequence.junction, sequence.boundary):  # on the grid; a checkpoint is taken there
-            if start < stop < start + remaining:
-                remaining = stop - start
+        if start < sequence.junction < start + remaining:  # on the grid; a checkpoint is taken there
+            remaining = sequence.junction - start
         count = min(remaining, left)
         if deterministic and count < remaining:
             count = max(0, (start + count) // GRID_TOKENS * GRID_TOKENS - start)

@@ -187,7 +187,6 @@ class Sequence:
     num_cached: int = 0  # prompt tokens that needed no computing
     prefix_exact: bool = True
     junction: int = 0  # a length at which others would resume; a checkpoint is taken there. 0: none
-    boundary: int = 0  # the prompt's last page boundary, where a checkpoint can be taken only as it is passed. 0: none
     slot: int = -1  # in the control block; -1 while waiting
     pages: dict[str, list[int]] = field(default_factory=dict)  # layer group -> page ids in token order; -1: freed
     bases: dict[str, int] = field(default_factory=dict)  # layer group -> first token that is not in a sealed page

@@ -15,7 +15,7 @@ import structlog
 
 from kvstore.client import Admitted, Attachment, Forked, NewPage, OpenRequest, Refused, Truncated, page_checksum
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
-from kvstore.retention import is_dense_again, pages_for
+from kvstore.retention import pages_for
 from protos.errors import InternalError
 from protos.page_hash import PAGE_TOKENS
 from worker import kv_moves
@@ -60,10 +60,8 @@ class SequenceKv:
         self._tailed = [group for group in kv.geometry.groups if group.has_tail]
         self._packed = [group for group in kv.geometry.groups if group.packed]
         self._pending = {group.name: _pending_rings(group, kv.geometry) for group in self._tailed}
-        self._at_boundaries_only = any(group.has_pending and group.mode == "dense" for group in self._tailed)
         self._mode_missed = False
         self._on_gpu = on_gpu
-        self.num_checkpoints_skipped = 0
 
     @property
     def has_tails(self) -> bool:
@@ -95,8 +93,6 @@ class SequenceKv:
             return answer
         self._take(opened, answer, promised)
         opened.num_computed, opened.junction = answer.num_cached, answer.junction
-        if self._at_boundaries_only:  # what waits for a block there is soon overwritten
-            opened.boundary = (opened.num_prompt - 1) // PAGE_TOKENS * PAGE_TOKENS
         again = opened.num_dropped > 0  # what it finds now may be its own: that is no prompt saved
         opened.num_cached = min(opened.num_cached, answer.num_cached) if again else answer.num_cached
         # Tokens that went out stay as exact as what they were computed over.
@@ -199,11 +195,9 @@ class SequenceKv:
         ]
         self._seal(due, kept.checksums)
         for w in work if self._tailed else ():
-            num_tokens = w.sequence.num_computed
-            keeps = not self._at_boundaries_only or num_tokens % PAGE_TOKENS == 0
-            if num_tokens == w.sequence.boundary or (num_tokens == w.sequence.num_prompt and keeps):
+            if w.sequence.num_computed == w.sequence.num_prompt:
                 self._keep_tails(w.sequence, "prompt_end")
-            elif num_tokens == w.sequence.junction:
+            elif w.sequence.num_computed == w.sequence.junction:
                 self._keep_tails(w.sequence, "junction")
 
     def _seal(self, due: Sequence[tuple[Seq, int]], checksums: dict[tuple[str, int], int]) -> None:
@@ -222,33 +216,13 @@ class SequenceKv:
             self._read_pages(each, self._packed)
 
     def _keep_tails(self, kept: Seq, kind: str) -> None:
-        """Asks for a checkpoint of what is computed. Beside dense groups it counts only at a page boundary: the rows
-        behind that are in an open page, which is private. Where a tail has passed that boundary too far to hold its
-        window, there is nothing to keep; ``num_checkpoints_skipped`` counts that.
-        """
-        num_tokens = kept.num_computed
-        if any(group.mode == "dense" for group in self._geometry.groups):
-            num_tokens -= num_tokens % PAGE_TOKENS
-        if not num_tokens or not self._tailed:
+        """Asks for a checkpoint of what is computed: copies of its tails, and of open pages beside them."""
+        if not self._tailed:
             return
-        if self._tails_hold(kept, num_tokens):
-            checkpoint = self._attachment.checkpoint(kept.slot, num_tokens, kind)
-            kv_moves.copy_pages(self.kv, checkpoint.copies)
-            kv_moves.copy_tails(self.kv, checkpoint.tail_copies)
-            self.kv.settle()
-        else:
-            self.num_checkpoints_skipped += 1
-
-    def _tails_hold(self, kept: Seq, num_tokens: int) -> bool:
-        """Whether the tails still hold what a sequence of ``num_tokens`` needs, a little shorter than it is."""
-        for group in self._tailed:
-            if group.mode != "dense" and not is_dense_again(num_tokens, kept.bases[group.name], group.effective_window):
-                return False
-            for region, rows in self._pending[group.name]:
-                needed = region.first_pending(num_tokens)
-                if needed < num_tokens and needed < kept.num_computed - rows:
-                    return False
-        return True
+        checkpoint = self._attachment.checkpoint(kept.slot, kept.num_computed, kind)
+        kv_moves.copy_pages(self.kv, checkpoint.copies)
+        kv_moves.copy_tails(self.kv, checkpoint.tail_copies)
+        self.kv.settle()
 
     # --- going back, and going on twice ---
 

@@ -147,7 +147,7 @@ class _GuessedRows:
 
     def keep(self, layer: int, kind: str, rows: torch.Tensor) -> None:
         assert kind == RAW_ROW
-        for at, row in zip(self.active, rows.split(1), strict=True):
+        for at, row in zip(self.active, torch.split(rows, 1), strict=True):
             self._guessed[at].append(row)
 
     def chosen(self, span: int, layer: int, kind: str, numbers: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,6 @@ class V4Harness(Harness):
 
     def __init__(
         self,
-        monkeypatch: pytest.MonkeyPatch,
         reference: Reference,
         *,
         mode: tuple[str, str] = ("dense", ""),
