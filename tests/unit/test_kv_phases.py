@@ -75,6 +75,8 @@ def test_a_kept_boundary_resumes_exactly_at_every_phase(geometry: str) -> None:
             w.check_sequence(answer.slot)
             fork = w.fork(answer.slot, 1400)
             assert isinstance(fork, Forked)
+            parent, child = (w.table.sequence(slot).groups for slot in (answer.slot, fork.slot))
+            assert all(child[name].rings == state.rings for name, state in parent.items())
             w.decode(fork.slot, [1, 2, 3])
             w.check_sequence(fork.slot)
             w.release(fork.slot)
@@ -108,6 +110,24 @@ def test_a_deep_rollback_goes_to_the_last_kept_boundary_at_or_below(geometry: st
     assert caught.value.reason == "TRUNCATE_TOO_DEEP"
     assert w.truncate(slot, 0) is not None  # the start needs no rows
     w.check()
+
+
+@pytest.mark.parametrize("geometry", ["v4", "v4 window", "v4 dense", "v4 packed"])
+def test_a_rollback_inside_the_margin_goes_over_a_kept_boundary(geometry: str) -> None:
+    """The checkpoint's rings hold what lies before it, too: of a sequence that went back to it, and of one resumed."""
+    w, slot = computed(GEOMETRIES[geometry], 512)
+    assert w.checkpoint(slot)
+    while len(w.expected[slot].tokens) < 700:
+        w.decode(slot, [1])
+    assert w.truncate(slot, 526) is True and w.expected[slot].num_rows == 512
+    w.prefill(slot, 14)
+    for resumed in (False, True):
+        assert w.truncate(slot, 510) is True and w.expected[slot].num_rows == 510
+        w.check_sequence(slot)
+        w.release(slot)
+        if not resumed:
+            slot = opened(w, 526)
+            assert w.table.counters["prefix_tokens_reused", ""] == 512
 
 
 @pytest.mark.parametrize("geometry", ["v4", "v4 dense", "v4 packed"])
