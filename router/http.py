@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
@@ -18,7 +18,7 @@ from protos import rpc, types_pb2
 from protos.errors import InternalError, InvalidRequest, NotFound, TailpackError
 from protos.metrics import Page, metrics_page
 from router.admission import Call
-from router.http_body import BodyReader
+from router.http_body import BodyReader, json_response
 from router.http_errors import to_http
 from router.openai_endpoint import ClientGone, Endpoint, stopping
 from router.openai_request import read_chat, read_completion
@@ -88,7 +88,7 @@ class HttpDoor:
             if begun:
                 raise  # uvicorn logs it and cuts the connection: nothing else can say it now
             error = to_http(_as_error(failure, scope["path"]))
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send_stamped)
+            await json_response(error.body, error.status, error.headers)(scope, receive, send_stamped)
 
     def _metadata(self, scope: Scope) -> rpc.CallMetadata:
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
@@ -101,14 +101,14 @@ class HttpDoor:
         return rpc.read_metadata(headers, self._tenant_of(authorizations[0] if authorizations else None, said.tenant))
 
     async def _live(self, request: Request) -> Response:
-        return JSONResponse({"status": "live"})
+        return json_response({"status": "live"})
 
     async def _ready(self, request: Request) -> Response:
         if self._requests.admission.draining:
-            return JSONResponse({"status": "draining"}, 503)
+            return json_response({"status": "draining"}, 503)
         if not self._requests.registry.ready():
-            return JSONResponse({"status": "no worker is ready"}, 503)
-        return JSONResponse({"status": "ready"})
+            return json_response({"status": "no worker is ready"}, 503)
+        return json_response({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
         body, content_type = self._page(request.headers.get("accept", ""))
@@ -116,7 +116,7 @@ class HttpDoor:
 
     async def _models(self, request: Request) -> Response:
         infos = self._infos()
-        return JSONResponse({"object": "list", "data": [self._entry(infos[name]) for name in sorted(infos)]})
+        return json_response({"object": "list", "data": [self._entry(infos[name]) for name in sorted(infos)]})
 
     async def _model(self, request: Request) -> Response:
         name, infos = request.path_params["name"], self._infos()
@@ -127,7 +127,7 @@ class HttpDoor:
                 given=name[:128],
                 allowed=", ".join(sorted(infos)),
             )
-        return JSONResponse(self._entry(infos[name]))
+        return json_response(self._entry(infos[name]))
 
     def _infos(self) -> dict[str, types_pb2.ModelInfo]:
         """Models by name, also those whose workers are away just now: a name that comes and goes is of no use."""

@@ -46,6 +46,7 @@ _FIELDS = {
     "BAD_REPETITION_PENALTY": "repetition_penalty",
     "BAD_ROLE": "messages",
     "CHAT_TEMPLATE": "messages",
+    "THINKING_NOT_KNOWN": "thinking",
     "NO_CHAT_TEMPLATE": "messages",
 }
 

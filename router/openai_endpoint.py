@@ -11,14 +11,13 @@ from typing import Any
 import msgspec
 import structlog
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protos import types_pb2
 from protos.errors import TailpackError, Unavailable
 from router.admission import Call
 from router.choices import Choices
-from router.http_body import BodyReader
+from router.http_body import BodyReader, json_response
 from router.http_errors import to_http
 from router.openai_answer import AnswerWriter
 from router.openai_request import Asked
@@ -76,8 +75,7 @@ class Endpoint:
                 while chunks := await choices.take():
                     for index, chunk in chunks:
                         writer.add(index, chunk)
-            body = msgspec.json.encode(writer.whole())
-            await Response(body, media_type="application/json")(scope, receive, send)
+            await json_response(writer.whole())(scope, receive, send)
             return
         events = _Events(send)
         try:

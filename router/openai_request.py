@@ -17,10 +17,13 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from protos import router_pb2
+from protos.errors import TooLarge
 from router.http_errors import InvalidField, UnbuiltField
 
 MAX_CHOICES = 64
 """Of one request: prompts times n."""
+MAX_CHOICES_BYTES = 64 << 20
+"""Of all choices' prompts together: each choice is a request of its own."""
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where it is absent: the API's own default."""
 DEFAULT_TEMPERATURE = 1.0  # the API's own
@@ -130,6 +133,7 @@ class _CompletionBody(_Body, kw_only=True):
 
 class _ChatBody(_Body, kw_only=True):
     messages: list[_Message]
+    thinking: bool | None = None  # ours: the model reasons before it answers
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None
     top_logprobs: _Logprobs | None = None
@@ -170,6 +174,7 @@ def read_completion(body: bytes) -> Asked:
 
     Raises:
         InvalidField: BAD_JSON, BAD_FIELD, UNKNOWN_FIELD, EMPTY_PROMPT, TOO_MANY_CHOICES.
+        TooLarge: PROMPT_TOO_LARGE, of all choices together.
         UnbuiltField: a field that would change the answer and is not built.
     """
     given = _decode(body, _CompletionBody)
@@ -189,7 +194,7 @@ def read_completion(body: bytes) -> Asked:
             whole.text = prompt
         else:
             whole.token_ids.ids.extend(prompt)
-        requests += _choices(whole, per_prompt)
+        requests += _choices(whole, per_prompt, MAX_CHOICES_BYTES // len(prompts))
     return _asked(given, chat=False, requests=requests, logprobs=given.logprobs)
 
 
@@ -208,13 +213,15 @@ def read_chat(body: bytes) -> Asked:
         raise InvalidField("top_logprobs", "top_logprobs needs logprobs: true", given=given.top_logprobs)
     logprobs = (given.top_logprobs or 0) if given.logprobs else None
     request = _sampling(given, given.max_completion_tokens or given.max_tokens or 0, logprobs)
-    request.chat.SetInParent()
+    request.chat.thinking = bool(given.thinking)
     for index, message in enumerate(given.messages):
         _check_neutral(message, _NEUTRAL_IN_MESSAGES, f"messages[{index}].")
         # OpenAI's newer models call the system's turn the developer's.
         role = "system" if message.role == "developer" else message.role
         request.chat.messages.add(role=role, content=_content(message, f"messages[{index}].content"))
-    return _asked(given, chat=True, requests=list(_choices(request, given.n or 1)), logprobs=logprobs)
+    return _asked(
+        given, chat=True, requests=list(_choices(request, given.n or 1, MAX_CHOICES_BYTES)), logprobs=logprobs
+    )
 
 
 def _asked(given: _Body, *, chat: bool, requests: list[router_pb2.GenerateRequest], logprobs: int | None) -> Asked:
@@ -253,8 +260,16 @@ def _sampling(given: _Body, max_tokens: int, logprobs: int | None) -> router_pb2
     return request
 
 
-def _choices(request: router_pb2.GenerateRequest, count: int) -> Iterator[router_pb2.GenerateRequest]:
+def _choices(request: router_pb2.GenerateRequest, count: int, max_bytes: int) -> Iterator[router_pb2.GenerateRequest]:
     """The request, and copies of it that draw other random numbers."""
+    if count > 1 and request.ByteSize() * count > max_bytes:
+        raise TooLarge(
+            "the choices' prompts are too large together",
+            reason="PROMPT_TOO_LARGE",
+            given=f"{count} times {request.ByteSize()} bytes",
+            allowed=f"{max_bytes} bytes",
+            hint="send fewer choices at a time",
+        )
     yield request
     for index in range(1, count):
         copy = router_pb2.GenerateRequest()

@@ -117,10 +117,12 @@ def _greet(cluster: Cluster, console: Console) -> None:
         router += (" --token-file FILE" if cluster.config.tokens else "") + (
             " --tls-ca FILE" if cluster.config.tls else ""
         )
-    http = [("HTTP:", f"curl {cluster.http_url}/v1/models")] if cluster.http_url else []
+    curl = "curl" + (" --cacert FILE" if cluster.config.tls else "")
+    curl += " -H 'authorization: Bearer TOKEN'" if cluster.config.tokens else ""
+    web = [("Web:", f"{curl} {cluster.http_url}/v1/models")] if cluster.http_url else []
     for what, command in (
         ("Try:", f"{program} generate{router} 'What is the capital of France?'"),
-        *http,
+        *web,
         ("Mem:", f"{program} memory{memory}"),
         ("KV: ", f"{program} kvstore stats --kv-socket {shlex.quote(str(cluster.kv_socket))}"),
     ):

@@ -131,6 +131,22 @@ def test_what_clients_send_back_of_an_earlier_answer_is_taken() -> None:
     assert request.chat.messages[0].content == "hi"
 
 
+def test_copies_of_large_prompts_are_bounded() -> None:
+    """64 MiB of them: 3 MiB of prompts, 21 times."""
+    for prompt in ("x" * (3 << 20), ["x" * (3 << 18)] * 4):
+        most = 21 if isinstance(prompt, str) else 16  # and never more than 64 choices
+        assert len(completion(prompt=prompt, n=most).requests) >= most
+    with pytest.raises(errors.TooLarge) as caught:
+        completion(prompt="x" * (3 << 20), n=22)
+    assert caught.value.reason == "PROMPT_TOO_LARGE"
+    with pytest.raises(errors.TooLarge):
+        completion(prompt=["x" * (3 << 20)] * 2, n=11)
+
+
+def test_thinking_is_asked_of_the_chat() -> None:
+    assert [chat(thinking=value).requests[0].chat.thinking for value in (True, False, None)] == [True, False, False]
+
+
 def test_both_names_of_the_token_limit() -> None:
     assert chat(max_completion_tokens=5).requests[0].stop.max_tokens == 5
     assert chat(max_tokens=5).requests[0].stop.max_tokens == 5
