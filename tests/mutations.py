@@ -788,17 +788,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "resume: what a worker that is away may have taken for nothing",
-        ((RESUME, "if lost_may_have_it and link.state", "if not lost_may_have_it and link.state"),),
+        (("router/find.py", "if lost_may_have_it and link.state", "if not lost_may_have_it and link.state"),),
         (TEST_ROUTER_RESUME + "test_where_a_worker_cannot_be_asked_not_found_would_be_a_guess",),
     ),
     Mutation(
         "resume: a dead worker holds up new requests",
-        ((RESUME, "if lost_may_have_it and link.state", "if link.state"),),
+        (("router/find.py", "if lost_may_have_it and link.state", "if link.state"),),
         (TEST_ROUTER_RESUME + "test_where_a_worker_cannot_be_asked_not_found_would_be_a_guess",),
     ),
     Mutation(
         "resume: the placement that was given up counts",
-        ((RESUME, "answer.attempt > best[0]", "answer.attempt < best[0]"),),
+        (("router/find.py", "answer.attempt > best[0]", "answer.attempt < best[0]"),),
         (TEST_ROUTER_RESUME + "test_placed_twice_the_later_placement_counts",),
     ),
     Mutation(

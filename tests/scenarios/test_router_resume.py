@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
-from router import relay, resume
+from router import find, relay
 from router.admission import Call
 from router.requests import Requests
 from router.service import SERVICE_NAME, RouterService
@@ -491,7 +491,7 @@ async def test_where_a_worker_cannot_be_asked_not_found_would_be_a_guess(folder:
 async def test_a_worker_that_never_answers_holds_up_a_resume_for_a_bounded_time(
     folder: Path, text_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume, "FIND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(find, "FIND_TIMEOUT_S", 0.2)
 
     async def never(self: FakeWorker, request: Any, context: Any) -> Any:
         await asyncio.sleep(60)
