@@ -289,7 +289,7 @@ async def test_a_request_id_in_use_is_refused(folder: Path) -> None:
         await anext(first)
         error = await refused(it.client.generate("x", request_id="same"))
         assert error.reason == "DUPLICATE_REQUEST"
-        await first.aclose()  # type: ignore[attr-defined]
+        await first.aclose()
         await it.settled()
 
 
@@ -298,7 +298,7 @@ async def test_one_s_own_request_id_can_be_used_again_right_after_leaving(folder
         for _ in range(30):
             chunks = it.client.generate("x", request_id="same", max_tokens=4000)
             await anext(chunks)
-            await chunks.aclose()  # type: ignore[attr-defined]
+            await chunks.aclose()
         assert len(it.workers[0].submits) == 30
         await it.settled()
 
@@ -310,7 +310,7 @@ async def test_a_request_id_whose_end_no_worker_confirms_is_refused_in_the_end(
     async with cluster(folder, Script([5], endless=True, every_s=0.01, deaf=True)) as it:
         first = it.client.generate("x", request_id="same", max_tokens=4000)
         await anext(first)
-        await first.aclose()  # type: ignore[attr-defined]
+        await first.aclose()
         assert (await refused(it.client.generate("x", request_id="same"))).reason == "DUPLICATE_REQUEST"
         assert len(it.workers[0].submits) == 1
 
@@ -352,7 +352,7 @@ async def test_requests_over_the_bound_are_refused_with_a_retry_hint(folder: Pat
         assert isinstance(error, errors.CapacityError)
         assert error.retry_after_ms
         for stream in streams:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
         await it.settled()
 
 
@@ -367,10 +367,10 @@ async def test_requests_too_large_together_are_refused_with_a_retry_hint(folder:
         assert error.reason == "TOO_MANY_REQUEST_BYTES"
         assert error.retry_after_ms
         await anext(it.client.generate([5] * 10))  # a small one still fits
-        await first.aclose()  # type: ignore[attr-defined]
+        await first.aclose()
         await until(lambda: len(it.workers[0].active) == 1)
         await anext(it.client.generate([5] * 1000))  # what has ended does not count
-        await second.aclose()  # type: ignore[attr-defined]
+        await second.aclose()
         await it.settled()
         assert it.requests.admission.held_bytes == 0
         assert len(it.workers[0].submits) == 4
@@ -395,7 +395,7 @@ async def test_a_submission_is_dropped_at_the_first_token(folder: Path, monkeypa
         ours = sys.getrefcount(alone[0])
         assert while_waiting > afterwards
         assert afterwards == ours  # only the test's own list holds it
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         await it.settled()
 
 
@@ -760,5 +760,5 @@ async def test_counts_by_worker_are_listed(folder: Path) -> None:
         listed = Counter({worker.address: worker.in_flight for worker in await it.client.list_workers()})
         assert sum(listed.values()) == 6
         for stream in streams:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
         await it.settled()
