@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from protos import types_pb2, worker_pb2
-from protos.errors import InternalError, WorkerLost
+from protos.errors import InternalError, InvalidRequest, WorkerLost
 from protos.histogram import STEP_BOUNDS_S, Histogram
 from router import relay as relay_module
 from router.detokenizer import Detokenizer, TokenBytes
 from router.relay import Relay
-from router.replay import Skip
+from router.replay import Place, Skip
 
 TOKENS = TokenBytes(tuple(bytes([byte]) for byte in range(256)))
 
@@ -144,3 +144,39 @@ async def test_a_replacement_character_at_the_end_can_complete_a_stop_string() -
     chunk = await relay.next_chunk()
     assert chunk is not None
     assert (chunk.text, chunk.finish_reason) == ("x", types_pb2.FINISH_REASON_STOP_STRING)
+
+
+async def test_tokens_and_text_begin_apart_where_the_caller_is() -> None:
+    relay, asked = make(skip=Skip(Place(3, 1), num_known=4))
+    relay.feed(output(0, b"ab"))
+    relay.feed(output(2, b"cd"))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert (chunk.text, chunk.text_offset, bytes(chunk.token_ids), chunk.token_offset) == ("bcd", 1, b"d", 3)
+    relay.feed(output(4, b"e"))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert (chunk.text, chunk.text_offset, bytes(chunk.token_ids), chunk.token_offset) == ("e", 4, b"e", 4)
+    assert not asked
+
+
+@pytest.mark.parametrize("place", [Place(5, 0), Place(0, 5)])
+async def test_a_place_that_what_is_there_does_not_reach_is_refused(place: Place) -> None:
+    relay, asked = make(skip=Skip(place, num_known=4))
+    relay.feed(output(0, b"abcd"))
+    with pytest.raises(InvalidRequest, match="BAD_OFFSET"):
+        await relay.next_chunk()
+    assert asked == ["leave"]
+
+
+async def test_what_a_skipped_answer_ended_in_is_said_before_its_place() -> None:
+    relay, _ = make(skip=Skip(Place(3, 3), num_known=1))
+    relay.feed(output(0, b"a"))
+    relay.fail(WorkerLost("gone"))
+    with pytest.raises(InvalidRequest, match="BAD_OFFSET"):  # one token is known, and the caller says it has three
+        await relay.next_chunk()
+    relay, _ = make(skip=Skip(Place(3, 3), num_known=4))
+    relay.feed(output(0, b"a"))
+    relay.fail(WorkerLost("gone"))
+    with pytest.raises(WorkerLost):
+        await relay.next_chunk()
