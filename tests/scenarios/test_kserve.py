@@ -168,15 +168,17 @@ async def test_a_refused_call_has_its_status_and_reason(folder: Path) -> None:
 
 async def test_requests_of_a_stream_are_answered_side_by_side(folder: Path) -> None:
     def script(submit: worker_pb2.Submit) -> Script:
-        return Script([70, 71, 72] * 10, every_s=0.01) if submit.request_id.endswith(".0") else Script([70, EOS])
+        return ENDLESS if submit.request_id.endswith(".0") else Script([70, EOS])
 
     async with kserve_door(folder, script) as (_, stub):
         call = stub.ModelStreamInfer(timeout=HANG_S)
-        for name in ("slow", "fast"):
-            await call.write(asked(request_id=name))
-        await call.done_writing()
-        finals = [part.infer_response.id async for part in call if is_final(part.infer_response)]
-    assert finals == ["fast", "slow"]
+        await call.write(asked(request_id="slow", max_tokens=4000))
+        await call.write(asked(request_id="fast"))
+        async for part in call:
+            if is_final(part.infer_response):
+                break
+        assert part.infer_response.id == "fast"
+        call.cancel()
 
 
 async def test_an_error_in_one_request_of_a_stream_leaves_the_others(folder: Path) -> None:
@@ -207,7 +209,7 @@ async def test_leaving_ends_all_that_runs(folder: Path, unary: bool) -> None:
             await until(lambda: len(it.workers[0].active) == 3)
             await call.read()
         call.cancel()
-        await until(lambda: not it.workers[0].active, 2.0)
+        await until(lambda: not it.workers[0].active, 10.0)
 
 
 async def test_a_stream_reads_no_further_while_too_many_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
