@@ -39,7 +39,17 @@ from worker.model_runner import ModelRunner, Step
 from worker.models.deepseek_v4 import DeepseekV4
 from worker.sampler import Draw, Drawn, sample
 from worker.scheduler import Work, schedule
-from worker.sequence import Load, Output, Request, Sequence, StepResult, finish_reason, validate
+from worker.sequence import (
+    Load,
+    Output,
+    Request,
+    Sampling,
+    Sequence,
+    StepResult,
+    StopConditions,
+    finish_reason,
+    validate,
+)
 from worker.sequence_kv import SequenceKv
 from worker.speculation import Drafter, accepted
 from worker.tracing import NoSpans
@@ -50,6 +60,7 @@ log = structlog.get_logger("engine")
 
 IDLE_REPORT_S = 1.0
 GROWTH_TOKENS = 256
+WARM_UP = "warm-up"  # id of the first sequence of all
 """In admission "recompute" a sequence is promised this much more than it has, again and again."""
 
 
@@ -123,6 +134,40 @@ class Engine:
         self._counters = Load()
 
     # --- any thread ---
+
+    def warm_up(self) -> None:
+        """Generates one token, before ``start``: kernels are loaded, memory is touched, and the path is proved whole.
+
+        No output of it reaches ``emit``; it is in no count of steps, sequences or tokens.
+
+        Raises:
+            InternalError: WARM_UP_FAILED, no token came. TailpackError: what would have stopped the engine.
+        """
+        said: list[StepResult] = []
+        emit, self._emit = self._emit, said.append
+        spans, self._spans = self._spans, NoSpans()
+        try:
+            with torch.inference_mode():
+                self.submit(
+                    Request(
+                        request_id=WARM_UP,
+                        tenant="",
+                        prompt=(0,),
+                        sampling=Sampling(),
+                        stop=StopConditions(max_tokens=1, ignore_eos=True),
+                        reuse=types_pb2.PREFIX_REUSE_NONE,
+                    )
+                )
+                while self._has_work():
+                    self.step()
+        finally:
+            self._emit, self._spans = emit, spans
+            self._counters = Load()
+            self._publish_load()
+        outputs = [output for result in said for output in result.outputs if output.request_id == WARM_UP]
+        if not any(output.token_ids for output in outputs):
+            why = next((str(output.error) for output in outputs if output.error is not None), None)
+            raise InternalError("the worker could not generate its first token", reason="WARM_UP_FAILED", given=why)
 
     def start(self) -> None:
         self._publish_load()

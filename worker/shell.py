@@ -121,6 +121,7 @@ async def serve(
         memory = partial(worker_memory, config, model, device)
         service = WorkerService(engine, sessions, info, memory, partial(_kv, config, device))
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, SERVICE)
+        await asyncio.to_thread(engine.warm_up)  # ready means that it has generated a token
         engine.start()
         expiry = asyncio.create_task(sessions.expire_forever(), name="grace times")
         try:

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,6 +42,34 @@ def error_of(harness: Harness, request_id: str) -> TailpackError:
     last = harness.outputs[request_id][-1]
     assert last.finish_reason == pb.FINISH_REASON_ERROR and last.error is not None
     return last.error
+
+
+# --- before it starts ---
+
+
+def test_warming_up_generates_a_token_and_leaves_no_trace(folder: Path, model: Model) -> None:
+    harness = Harness(model, config_for(folder))
+    before = harness.engine.load()
+    with patch.object(harness.engine._runner, "run", wraps=harness.engine._runner.run) as run:
+        harness.engine.warm_up()
+    assert run.call_count == 1
+    after = harness.engine.load()
+    after.ClearField("append_ns")  # time spent on its rows was spent
+    after.ClearField("seal_ns")
+    before.pages_free, before.pages_total = after.pages_total, after.pages_total
+    assert not harness.results and after == before
+    harness.attachment.check_empty()
+    harness.run(request("first", prompt(1, 20), 4))
+    assert len(harness.tokens("first")) == 4
+
+
+def test_a_worker_that_cannot_generate_a_token_does_not_start(folder: Path, model: Model) -> None:
+    config = replace(config_for(folder), max_running=1, max_waiting=0)
+    harness = Harness(model, config)
+    harness.engine.submit(request("in the way", prompt(1, 20), 4))  # so that the first token is refused
+    with pytest.raises(InternalError) as failed:
+        harness.engine.warm_up()
+    assert failed.value.reason == "WARM_UP_FAILED" and "QUEUE_FULL" in str(failed.value)
 
 
 # --- what goes out ---
