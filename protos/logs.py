@@ -15,16 +15,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+import msgspec
 import structlog
 from structlog.typing import EventDict, Processor
 
-_FIRST = ("timestamp", "level", "component", "event")
 _FOLDED = ("_tokens", "_ms")
-
-
-def _in_reading_order(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """When, how bad, who, what; then the rest as it was given."""
-    return {**{key: event[key] for key in _FIRST if key in event}, **event}
 
 
 def _for_people(_logger: object, _method: str, event: EventDict) -> EventDict:
@@ -65,11 +60,17 @@ class _Lines:
     debug = info = warning = error = critical = exception = msg
 
 
-_ENCODER = json_library.JSONEncoder(default=repr)  # ASCII, so that no terminal takes any of it for a command
+_QUICK = msgspec.json.Encoder(enc_hook=repr)
+_EXACT = json_library.JSONEncoder(default=repr)
 
 
 def _to_json(event: Mapping[str, Any], **_settings: object) -> str:
-    return _ENCODER.encode(event)
+    """In ASCII, so that no terminal takes any of it for a command. Nearly all lines are so by themselves."""
+    try:
+        line = _QUICK.encode(event)
+    except (ValueError, OverflowError):  # half a surrogate pair; a number of more than 64 bits
+        return _EXACT.encode(event)
+    return line.decode() if line.isascii() else _EXACT.encode(event)
 
 
 def configure(component: str, json: bool | None = None, level: str = "info") -> None:
@@ -84,17 +85,17 @@ def configure(component: str, json: bool | None = None, level: str = "info") -> 
     if json is None:
         json = not sys.stderr.isatty()
 
-    def add_component(_logger: object, _method: str, event: EventDict) -> EventDict:
-        return {"component": component, **event}  # not a contextvar: those stay behind in the main thread
+    stamp = (
+        structlog.processors.TimeStamper(fmt="iso", utc=True) if json else structlog.processors.TimeStamper("%H:%M:%S")
+    )
 
-    shared: list[Processor] = [
-        add_component,
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True) if json else structlog.processors.TimeStamper("%H:%M:%S"),
-    ]
+    def begin(logger: object, method: str, event: EventDict) -> EventDict:
+        """When, how bad, who, what; then the rest as it was given."""
+        begun = {"timestamp": None, "level": method, "component": component, "event": event.pop("event")} | event
+        return dict(stamp(logger, method, begun))
+
     render: list[Processor] = (
-        [structlog.processors.format_exc_info, _in_reading_order, structlog.processors.JSONRenderer(_to_json)]
+        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)]
         if json
         else [
             _for_people,
@@ -110,7 +111,7 @@ def configure(component: str, json: bool | None = None, level: str = "info") -> 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+            foreign_pre_chain=[begin, structlog.stdlib.ExtraAdder()],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
         )
     )
@@ -119,7 +120,7 @@ def configure(component: str, json: bool | None = None, level: str = "info") -> 
     root.setLevel(logging.WARNING)
     lines = _Lines(handler)
     structlog.configure(
-        processors=[*shared, structlog.processors.StackInfoRenderer(), *render],
+        processors=[begin, *render],
         logger_factory=lambda *_args: lines,
         wrapper_class=structlog.make_filtering_bound_logger(level),
         cache_logger_on_first_use=False,

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import structlog
@@ -54,6 +55,16 @@ def test_json_lines_begin_with_what_is_read_first_and_keep_every_key() -> None:
     assert list(line) == ["timestamp", "level", "component", "event", *LINE]
     assert {key: line[key] for key in LINE} == LINE
     assert (line["level"], line["component"], line["event"]) == ("info", "router", "request")
+
+
+@pytest.mark.parametrize("value", ["é \x9b \ud800", 1 << 70, -(1 << 70), {1: [b"x"]}, 0.1, Path("a/b"), "\x1b[31m\n"])
+def test_json_lines_hold_anything_in_ascii(value: object) -> None:
+    with written(json=True) as stream:
+        structlog.get_logger("router").info("request", value=value)
+    line = stream.getvalue()
+    assert line.isascii() and line.endswith("\n") and line[:-1].isprintable()
+    read = json.loads(line)["value"]
+    assert read == value or (read, value) in ((repr(value), value), ({"1": ["eA=="]}, value))
 
 
 def test_people_read_no_blanks_and_counts_and_times_at_one_place() -> None:
