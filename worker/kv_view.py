@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kernels.attention import PackedRegion
-from kernels.page_codec import arena_planes, row_codec, unpack_pages
+from kernels.page_codec import PackedRows, arena_planes, row_codec, unpack_pages
 from kvstore.client import Arena
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from protos.errors import ConfigError, PreconditionFailed
@@ -219,6 +219,14 @@ class KvView:
         assert view.pages is not None
         per_page = view.pages.shape[1]
         return view.pages[place.page_ids[numbers // per_page], numbers % per_page]
+
+    def packed_rows_at(self, view: RegionView, place: Place, numbers: torch.Tensor, reason: str) -> torch.Tensor:
+        """As ``rows_at`` out of packed pages, dequantised and counted under ``reason``."""
+        assert view.packed is not None
+        per_page, (planes, codec) = view.region.rows_per_page, view.packed
+        pages, rows = place.page_ids[numbers // per_page], numbers % per_page
+        self.counters.rows_dequantised[reason] += len(numbers)
+        return codec.unpack(PackedRows(planes.codes[pages, :, rows], planes.scales[pages, :, rows]), view.dtype)
 
     def _dequantised(
         self, view: RegionView, packed: PackedRegion, place: Place, begin: int, end: int, reason: str

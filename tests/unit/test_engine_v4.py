@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from protos import types_pb2 as pb
 from protos.errors import PreconditionFailed
 from tests.unit.deepseek_v4_engine import Reference, V4Harness
-from tests.unit.deepseek_v4_tiny import TINY, tiny_config
+from tests.unit.deepseek_v4_tiny import TINY, MemoryRows, make_batch, tiny_config
 from tests.unit.tiny import request
 from worker.kv_view import KvView
 from worker.model_runner import check_tiles
@@ -108,16 +108,17 @@ def usage(harness: V4Harness, request_id: str) -> tuple[int, bool]:
 @pytest.mark.usefixtures("gaps")
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 16, 40, 130])
 def test_chunks_of_any_size_then_single_tokens_give_the_reference_logits(small: Reference, chunk: int) -> None:
-    ids = prompt(1, 150)
+    ids = prompt(1, 135)
     harness = V4Harness(small, mode=TURBOQUANT, prefill_chunk=chunk)
-    tokens = harness.run(request("r", ids, 8))["r"]
+    tokens = harness.run(request("r", ids, 6))["r"]
     harness.check("r", ids + tokens[:-1])
     assert harness.dequantised == 0 and harness.engine.load().pages_packed == 0
 
 
 @pytest.mark.usefixtures("gaps")
-@pytest.mark.parametrize("mode", [DENSE, TURBOQUANT, WINDOW])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "mode"), zip([*VARIANTS, *VARIANTS], [DENSE, TURBOQUANT, WINDOW, WINDOW], strict=False)
+)
 def test_ragged_batches_give_the_reference_logits(
     reference: Callable[[str], Reference], name: str, mode: tuple[str, str]
 ) -> None:
@@ -184,6 +185,31 @@ def test_600_steps_with_rollbacks_have_the_same_bits_in_every_mode(pairs: Callab
             assert other.engine.load().pages_packed == (4 if mode == TURBOQUANT else 0)
 
 
+def test_packed_compressed_rows_are_read_as_chosen_and_cost_little(small: Reference) -> None:
+    """Off by default: nobody serves V4 like this. Before the first page is packed nothing differs."""
+    ids = prompt(1, 200) + prompt(2, 150)
+    divergences = []
+    for chunk in (1, 100):
+        harness = V4Harness(small, mode=TURBOQUANT, geometry={"pack_compressed": "tq4"}, prefill_chunk=chunk)
+        harness.engine.submit(request("r", ids[:200], 160, emitted=ids[200:]))
+        harness.step(-(-len(ids) // chunk))
+        before = harness.dequantised
+        harness.step()
+        sequence = running(harness, "r")
+        base, num_tokens = sequence.bases["compressed"], sequence.num_computed
+        assert base == 128
+        # HCA rows and two layers' index keys of [0, base), and 8 of CSA's rows at most, some of them in the tail.
+        assert base // 16 + 2 * base // 4 <= harness.dequantised - before <= base // 16 + 2 * (base // 4 + 8)
+        theirs = small.logits(sequence.token_ids[:num_tokens]).log_softmax(-1)
+        ours = torch.stack([harness.logits["r"][at] for at in range(num_tokens)]).log_softmax(-1)
+        assert (ours[:100] - theirs[:100]).abs().max() < 2e-5
+        divergences.append(torch.nn.functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)[300:])
+        harness.run()
+        assert harness.attachment.verify() == []
+    for divergence in divergences:
+        assert 0 < divergence.mean() < 0.05, f"KL {divergence.mean():.3g}"
+
+
 # --- going back ---
 
 
@@ -194,7 +220,7 @@ def append(harness: V4Harness, sequence: Sequence, tokens: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("gaps")
-@pytest.mark.parametrize(("hca_ratio", "mode"), [(16, DENSE), (16, TURBOQUANT), (16, WINDOW), (128, TURBOQUANT)])
+@pytest.mark.parametrize(("hca_ratio", "mode"), [(16, DENSE), (16, WINDOW), (128, TURBOQUANT)])
 def test_rollback_by_1_to_16_tokens_at_every_phase_of_both_ratios(
     pairs: Callable[[int], Reference], hca_ratio: int, mode: tuple[str, str]
 ) -> None:
@@ -339,7 +365,7 @@ def test_what_was_dropped_and_what_was_forked_go_on_as_they_were(small: Referenc
 
 # --- deterministic mode, and guesses ---
 
-LENGTHS = (1, 3, 30, 120, 127, 128, 200)
+LENGTHS = (1, 30, 120, 127, 128)
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +381,7 @@ def plain(drafting: Reference) -> dict[str, V4Harness]:
     harnesses = {}
     for length in LENGTHS:
         harness = harnesses[f"r{length}"] = V4Harness(drafting, deterministic=True, max_running=1)
-        harness.run(request(f"r{length}", prompt(length, length), 30))
+        harness.run(request(f"r{length}", prompt(length, length), 24))
     return harnesses
 
 
@@ -367,13 +393,13 @@ def same_bits(harness: V4Harness, plain: dict[str, V4Harness]) -> None:
 
 
 def requests() -> list[Any]:
-    return [request(f"r{length}", prompt(length, length), 30) for length in LENGTHS]
+    return [request(f"r{length}", prompt(length, length), 24) for length in LENGTHS]
 
 
 def test_deterministic_mode_holds_in_company_and_dropped(drafting: Reference, plain: dict[str, V4Harness]) -> None:
     with torch.inference_mode():
         check_tiles(drafting.network)
-    harness = V4Harness(drafting, mode=WINDOW, deterministic=True, max_running=5, prefill_chunk=256)
+    harness = V4Harness(drafting, mode=WINDOW, deterministic=True, max_running=4, prefill_chunk=256)
     for each in requests():
         harness.engine.submit(each)
     harness.step(9)
@@ -385,7 +411,7 @@ def test_deterministic_mode_holds_in_company_and_dropped(drafting: Reference, pl
 
 @pytest.mark.parametrize(
     ("drafts", "mode", "oracle"),
-    [(1, DENSE, 1), (2, TURBOQUANT, 2), (3, WINDOW, 3), (4, TURBOQUANT, 4), (1, WINDOW, 0), (4, DENSE, 0)],
+    [(1, DENSE, 1), (2, TURBOQUANT, 2), (3, WINDOW, 3), (4, TURBOQUANT, 4), (3, DENSE, 0)],
 )
 def test_guesses_change_no_token_and_no_bit(
     drafting: Reference, plain: dict[str, V4Harness], drafts: int, mode: tuple[str, str], oracle: int
@@ -393,7 +419,7 @@ def test_guesses_change_no_token_and_no_bit(
     """``oracle``: guesses are right but at page and block boundaries and by chance; 0: they are the MTP block's own,
     which of random weights are rarely right.
     """
-    harness = V4Harness(drafting, mode=mode, deterministic=True, max_running=5, prefill_chunk=256, drafts=drafts)
+    harness = V4Harness(drafting, mode=mode, deterministic=True, max_running=4, prefill_chunk=256, drafts=drafts)
     drafter = harness.engine._drafter
     assert drafter is not None
     rng, propose = random.Random(oracle), drafter.propose
@@ -416,7 +442,7 @@ def test_guesses_change_no_token_and_no_bit(
     load = harness.engine.load()
     print(f"{load.tokens_accepted} of {load.tokens_drafted} accepted in {load.num_steps} steps")
     assert 0 < load.tokens_accepted < load.tokens_drafted
-    assert load.tokens_emitted == 30 * len(LENGTHS) and harness.dequantised == 0
+    assert load.tokens_emitted == 24 * len(LENGTHS) and harness.dequantised == 0
     assert harness.attachment.verify() == []
 
 
@@ -445,3 +471,39 @@ def test_sampled_sequences_are_not_guessed_at(drafting: Reference) -> None:
     harness = V4Harness(drafting, drafts=2)
     harness.run(request("r", prompt(30, 30), 12, temperature=1.0, seed=1))
     assert len(harness.tokens("r")) == 12 and harness.engine.load().tokens_drafted == 0
+
+
+@pytest.mark.parametrize("mode", [DENSE, WINDOW])
+def test_guesses_are_those_of_the_block_over_all_that_the_model_has_seen(
+    drafting: Reference, mode: tuple[str, str]
+) -> None:
+    """Across chunks, single steps, a rejected row and a rollback; the reference is one pass over plain memory."""
+    harness = V4Harness(drafting, mode=mode, drafts=3, prefill_chunk=50)
+    harness.engine._emit = quiet
+    harness.engine.submit(request("r", prompt(9, 130), 60))
+    with torch.inference_mode():
+        for steps in (3, 1, 4):
+            harness.step(steps)
+            sequence = running(harness, "r")
+            assert sequence.drafts == block_guesses(drafting, sequence.token_ids, 3)
+        harness.engine.truncate(sequence, sequence.num_computed - 3, next_token=5)
+        assert sequence.drafts == []
+        harness.step()
+        assert sequence.drafts == block_guesses(drafting, sequence.token_ids, 3)
+
+
+def block_guesses(reference: Reference, token_ids: list[int], count: int) -> list[int]:
+    network, num_tokens = reference.network, len(token_ids) - 1
+    rows = MemoryRows(reference.config, drafts=True)
+    sequence = rows.add()
+    batch = make_batch([(0, token_ids[:-1])])
+    rows.begin(batch, [sequence])
+    streams = network.draft(0, network.streams(batch, rows), torch.tensor(token_ids[1:]), batch, rows)
+    guesses = [int(network.draft_logits(0, streams, batch)[-1].argmax())]
+    for depth in range(count - 1):
+        rows.lengths[sequence] = num_tokens + depth
+        batch = make_batch([(num_tokens + depth, guesses[-1:])])
+        rows.begin(batch, [sequence])
+        streams = network.draft(0, streams[-1:], batch.token_ids, batch, rows)
+        guesses.append(int(network.draft_logits(0, streams, batch)[-1].argmax()))
+    return guesses

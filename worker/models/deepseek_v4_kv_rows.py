@@ -31,14 +31,23 @@ class KvRows:
         if view.pages is not None:
             return self._kv.rows_at(view, place, numbers)
         at, ratio = self._batch.spans[span], view.region.ratio
-        begin, end = at.start // ratio, (at.start + at.num_rows) // ratio
-        if at.num_rows == 1:  # what it completed is in the ring already
-            return self.held(span, layer, kind, 0, end)[numbers]
-        rows = self.held(span, layer, kind, 0, begin)
-        if begin < end:
-            own = self._workspace.rows(view, at.workspace_row, at.start, begin, end)
-            rows = torch.cat((rows, own))
-        return rows[numbers]
+        in_tail = place.base // ratio
+        packed = numbers < in_tail
+        rows = self._dense_blocks(span, layer, kind, in_tail, (at.start + at.num_rows) // ratio)
+        out = rows.new_empty((len(numbers), *rows.shape[1:]))
+        out[packed] = self._kv.packed_rows_at(view, place, numbers[packed], "attention")
+        out[~packed] = rows[numbers[~packed] - in_tail]
+        return out
+
+    def _dense_blocks(self, span: int, layer: int, kind: str, first: int, end: int) -> torch.Tensor:
+        """Rows [first, end) of a packed group's blocks, none of which is packed."""
+        view, _ = self._of(span, layer, kind)
+        at = self._batch.spans[span]
+        begin = end if at.num_rows == 1 else at.start // view.region.ratio  # what a single row completed is in the ring
+        rows = self.held(span, layer, kind, first, begin)
+        if begin == end:
+            return rows
+        return torch.cat((rows, self._workspace.rows(view, at.workspace_row, at.start, begin, end)))
 
     def keep(self, layer: int, kind: str, rows: torch.Tensor) -> None:
         view = self._kv.view(layer, kind)
