@@ -91,8 +91,8 @@ def configure(component: str, json: bool | None = None, level: str = "info") -> 
 
     def begin(logger: object, method: str, event: EventDict) -> EventDict:
         """When, how bad, who, what; then the rest as it was given."""
-        begun = {"timestamp": None, "level": method, "component": component, "event": event.pop("event")} | event
-        return dict(stamp(logger, method, begun))
+        first = {"timestamp": None, "level": method, "component": component, "event": event.pop("event")}
+        return stamp(logger, method, {**first, **event})
 
     render: list[Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)]

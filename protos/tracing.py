@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -217,6 +217,9 @@ class Span:
         self._span.end(end_time=None if end_ns is None else end_ns + _MONOTONIC_TO_UNIX_NS)
 
 
+_NOTHING = nullcontext()
+
+
 class NoSpan:
     """Stands for a span where there are no traces: what came in as ``traceparent`` goes on as it is."""
 
@@ -226,9 +229,8 @@ class NoSpan:
     def begin(self, name: str, *, start_ns: int | None = None, **attributes: Any) -> NoSpan:
         return self
 
-    @contextmanager
-    def phase(self, name: str, **attributes: Any) -> Iterator[None]:
-        yield
+    def phase(self, name: str, **attributes: Any) -> AbstractContextManager[None]:
+        return _NOTHING
 
     def event(self, name: str, at_ns: int) -> None:
         pass

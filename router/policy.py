@@ -51,13 +51,19 @@ def choose(
         Its name; None when every candidate was tried.
     """
 
-    def rank(candidate: Candidate) -> tuple[bool, int, bytes, str]:
+    def rank(candidate: Candidate) -> tuple[bool, int]:
         crowded = candidate.pages_total > 0 and candidate.pages_free < placement.num_pages
-        draw = hashlib.blake2b(f"{request_id}\0{candidate.worker}".encode(), digest_size=8).digest()
-        return crowded, candidate.cost_tokens(), draw, candidate.worker
+        return crowded, candidate.cost_tokens()
 
-    best = min((candidate for candidate in candidates if candidate.worker not in tried), key=rank, default=None)
-    return best.worker if best else None
+    def draw(worker: str) -> tuple[bytes, str]:
+        return hashlib.blake2b(f"{request_id}\0{worker}".encode(), digest_size=8).digest(), worker
+
+    ranks = {candidate.worker: rank(candidate) for candidate in candidates if candidate.worker not in tried}
+    if not ranks:
+        return None
+    least = min(ranks.values())
+    tied = [worker for worker, its in ranks.items() if its == least]
+    return tied[0] if len(tied) == 1 else min(tied, key=draw)
 
 
 @dataclass

@@ -256,6 +256,9 @@ class Relay:
         """
         while not (self.ended or self._chunk.token_ids or self._texts):
             self._wake.clear()
+            if self._settle_until is None:
+                await self._wake.wait()
+                continue
             try:
                 async with asyncio.timeout_at(self._settle_until):
                     await self._wake.wait()

@@ -13,6 +13,8 @@ MAX_STOP_STRING_BYTES = 256
 DEFAULT_MAX_TOKENS = 1024
 ROLES = ("system", "user", "assistant")
 
+_PREFIX_REUSES = frozenset(types_pb2.PrefixReuse.values())
+
 
 def check_request(request: router_pb2.GenerateRequest) -> None:
     """All that a router can say without a model.
@@ -34,7 +36,7 @@ def check_values(request: router_pb2.GenerateRequest) -> None:
         InvalidRequest: the reason names the field, e.g. BAD_TEMPERATURE, EMPTY_PROMPT.
         TooLarge: PROMPT_TOO_LARGE.
     """
-    if request.prefix_reuse not in types_pb2.PrefixReuse.values():
+    if request.prefix_reuse not in _PREFIX_REUSES:
         raise InvalidRequest(
             "prefix_reuse is not known",
             reason="BAD_PREFIX_REUSE",
