@@ -15,6 +15,7 @@ from kvstore import client
 from kvstore.server import SOCKET_NAME, serve
 from protos import kvstore_pb2, logs, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
+from protos.health import health_option
 from protos.metrics import OFF
 from protos.tls_options import server_tls, server_tls_options
 
@@ -37,12 +38,14 @@ def kvstore_group() -> None:
 @advanced_option(
     "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="Where Prometheus finds /metrics, or none."
 )
+@health_option
 @server_tls_options
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log; default: text at a terminal, else JSON.")
 def serve_command(
     socket_dir: Path,
     memory_limit: int | None,
     metrics: str,
+    health: str,
     tls_cert: Path | None,
     tls_key: Path | None,
     tls_client_ca: Path | None,
@@ -58,7 +61,9 @@ def serve_command(
         print(json.dumps({"ready": True, "socket": address, "metrics": metrics_url}), flush=True)
 
     tls = server_tls(tls_cert, tls_key, tls_client_ca)
-    rpc.run(serve(socket_dir, memory_limit=memory_limit, on_ready=ready, metrics=metrics, metrics_tls=tls))
+    rpc.run(
+        serve(socket_dir, memory_limit=memory_limit, on_ready=ready, metrics=metrics, metrics_tls=tls, health=health)
+    )
 
 
 @kvstore_group.command("stats", cls=HelpAllCommand)

@@ -20,6 +20,7 @@ from kvstore.metrics import KvStoreMetrics
 from kvstore.service import KvStoreService
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos.errors import ConfigError, InternalError
+from protos.health import serving_health
 from protos.metrics import OFF, serving_metrics
 from protos.rpc import RpcServer
 from protos.tls import ServerCertificate, ServerTls
@@ -41,6 +42,7 @@ async def serve(
     on_ready: Callable[[str, str | None], None],
     metrics: str = OFF,
     metrics_tls: ServerTls | None = None,
+    health: str = OFF,
 ) -> None:
     """Serves until SIGTERM or SIGINT; then tells the workers, stops, and removes its sockets.
 
@@ -49,6 +51,7 @@ async def serve(
         memory_limit: bytes for all devices together, or None.
         on_ready: called once calls are answered, with the address and, if there is one, the URL of the metrics.
         metrics: host:port of the page for Prometheus, or OFF.
+        health: host:port of the page that says whether it is alive and ready (protos/health.py), or OFF.
         metrics_tls: of that page; None: plain text. The sockets need none: the folder is its user's alone.
 
     Raises:
@@ -70,7 +73,10 @@ async def serve(
         numbers = KvStoreMetrics(asyncio.get_running_loop(), service)
         certificate = ServerCertificate(metrics_tls, "kvstore") if metrics_tls else None
         context, expiry = certificate.ssl_context() if certificate else None, CertificateCollector(certificate)
-        async with serving_metrics("kvstore", metrics, numbers, expiry, tls=context) as url:
+        async with (
+            serving_metrics("kvstore", metrics, numbers, expiry, tls=context) as url,
+            serving_health(health, lambda: server.ready),
+        ):
             await fd_server.start()
             try:
                 address = await server.start(f"unix:{socket_dir / SOCKET_NAME}")

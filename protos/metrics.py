@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
-import socket
 import ssl
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -26,8 +24,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from protos import rpc
 from protos.histogram import LAG_BOUNDS_S, Histogram
+from protos.small_http import Answer, SmallHttpServer
 
 log = structlog.get_logger("metrics")
 
@@ -35,9 +33,6 @@ PATH = "/metrics"
 OFF = "none"
 """In place of an address: no server."""
 OTHER = "OTHER"
-MAX_CONNECTIONS = 16
-MAX_HEAD_BYTES = 8 << 10
-CONNECTION_TIMEOUT_S = 5.0
 PROBE_INTERVAL_S = 0.25
 
 Page = Callable[[str], tuple[bytes, str]]
@@ -169,112 +164,31 @@ def build_version() -> str:
         return "unknown"
 
 
-class MetricsServer:
-    """``GET /metrics`` over HTTP, from a thread of its own, for processes that have no other HTTP door.
-
-    Bounded: MAX_CONNECTIONS at one time, more are closed at once; a connection has CONNECTION_TIMEOUT_S for its request
-    and its answer, and makes one request. The page is made in the server's thread, one at a time.
+class MetricsServer(SmallHttpServer):
+    """``GET /metrics`` over HTTP.
 
     Args:
         page: makes the page; what it raises is answered with status 500 and logged.
-        tls: HTTPS with this context; certificates loaded into it later hold for new connections.
+        tls: as for SmallHttpServer.
     """
 
     def __init__(self, page: Page = metrics_page, *, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__("metrics", tls=tls)
         self._page = page
-        self._tls = tls
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._stop = asyncio.Event()
-        self._num_open = 0
-        self._socket: socket.socket | None = None
 
     def start(self, address: str) -> str:
-        """Listens on ``host:port``; port 0 takes a free one.
+        """As SmallHttpServer.start. Returns the page's URL."""
+        return super().start(address) + PATH
 
-        Returns:
-            The page's URL.
-
-        Raises:
-            ConfigError: PORT_IN_USE, BAD_ADDRESS, PORT_NOT_ALLOWED.
-        """
-        rpc.check_free(address)
-        host, _, port = address.rpartition(":")
-        family, *_, bind_to = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        self._socket = socket.create_server(bind_to[:2], family=family, backlog=MAX_CONNECTIONS)
-        self._thread.start()
-        scheme = "https" if self._tls else "http"
-        return f"{scheme}://{host}:{self._socket.getsockname()[1]}{PATH}"
-
-    def stop(self) -> None:
-        """Closes the port and what is open on it. Also of one that was never started."""
-        if self._thread.ident is None:
-            self._loop.close()
-            return
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(CONNECTION_TIMEOUT_S)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
-
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(
-            self._connected,
-            sock=self._socket,
-            limit=MAX_HEAD_BYTES,
-            ssl=self._tls,
-            ssl_handshake_timeout=CONNECTION_TIMEOUT_S if self._tls else None,
-        )
-        await self._stop.wait()
-        server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._num_open >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._num_open += 1
-        try:
-            async with asyncio.timeout(CONNECTION_TIMEOUT_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._response(head.decode("latin-1")))
-                await writer.drain()
-                writer.close()
-                await writer.wait_closed()
-        except (TimeoutError, EOFError, asyncio.LimitOverrunError, OSError):
-            writer.transport.abort()  # not a request, or nobody who reads the answer
-        finally:
-            self._num_open -= 1
-            writer.close()
-
-    def _response(self, head: str) -> bytes:
-        request, *lines = head.split("\r\n")
-        method, _, target = request.partition(" ")
-        path = target.partition(" ")[0].partition("?")[0]
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    def answer(self, path: str, headers: Mapping[str, str]) -> Answer | None:
         if path != PATH:
-            status, body, kind = "404 Not Found", b"only /metrics is here\n", "text/plain"
-        elif method not in ("GET", "HEAD"):
-            status, body, kind = "405 Method Not Allowed", b"only GET is answered\n", "text/plain"
-        else:
-            try:
-                body, kind = self._page(headers.get("accept", ""))
-                status = "200 OK"
-            except Exception as failure:
-                log.error("no metrics", exc_info=failure)
-                status, kind = "500 Internal Server Error", "text/plain"
-                body = f"{type(failure).__name__}; see the process's log\n".encode()
-        answer = (
-            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        )
-        return answer.encode() + (b"" if method == "HEAD" else body)
+            return None
+        try:
+            return Answer("200 OK", *self._page(headers.get("accept", "")))
+        except Exception as failure:
+            log.error("no metrics", exc_info=failure)
+            body = f"{type(failure).__name__}; see the process's log\n".encode()
+            return Answer("500 Internal Server Error", body)
 
 
 @asynccontextmanager

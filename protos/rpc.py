@@ -441,6 +441,7 @@ class RpcServer:
         self._handlers = _Handlers(name, self._server)
         self._health = health_aio.HealthServicer()
         self._services: list[str] = []
+        self.ready = False
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._handlers)
 
     def add(self, add_to_server: Callable[[Any, Any], None], servicer: Any, service_full_name: str) -> None:
@@ -482,6 +483,7 @@ class RpcServer:
 
     async def set_ready(self, ready: bool) -> None:
         """Tells health checks and balancers whether to send calls here."""
+        self.ready = ready
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in self._services:
             await self._health.set(service, status)

@@ -21,6 +21,7 @@ import click
 from protos import logs, router_pb2, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.errors import InvalidRequest, TailpackError
+from protos.health import health_option
 from protos.tls_options import client_tls, client_tls_options, server_tls, server_tls_options
 from protos.tracing import endpoint_of
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
@@ -28,6 +29,7 @@ from router.answer_output import explained, json_line, stats_line
 from router.auth import check_tenant, file_lines, new_token
 from router.client import DEFAULT_ADDRESS, MAX_TIMEOUT_S, RetryPolicy, as_chat, build_request
 from router.connection_options import Connection, connection_options
+from router.discovery import WorkerDns
 from router.server import RouterConfig, serve
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
 
@@ -46,7 +48,13 @@ def router_group() -> None:
     metavar="HOST:PORT",
     help="OpenAI-compatible HTTP, health and /metrics; or none.  [default: the port behind --listen's]",
 )
-@click.option("--worker", "workers", multiple=True, required=True, metavar="HOST:PORT", help="A worker; repeatable.")
+@click.option("--worker", "workers", multiple=True, metavar="HOST:PORT", help="A worker; repeatable.")
+@advanced_option(
+    "--worker-dns",
+    multiple=True,
+    metavar="HOST:PORT[-PORT]",
+    help="Workers at each address of HOST, at each of the ports; looked up every few seconds; repeatable.",
+)
 @click.option(
     "--model-dir",
     required=True,
@@ -88,6 +96,7 @@ def router_group() -> None:
     metavar="PATH",
     help="Serve on this unix socket as well, in plain text and without tokens: to whoever may open it.",
 )
+@health_option
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log (default: JSON unless at a terminal).")
 @advanced_option("--log-prompts", is_flag=True, help="Log what callers send; without it no log has text of prompts.")
 @advanced_option("--otlp-endpoint", metavar="URL", help="Collector that traces go to.  [default: OTEL_* variables]")
@@ -96,6 +105,8 @@ def serve_command(
     listen: str,
     http: str | None,
     workers: tuple[str, ...],
+    worker_dns: tuple[str, ...],
+    health: str,
     model_dir: Path,
     drain_s: float,
     max_in_flight: int,
@@ -119,6 +130,8 @@ def serve_command(
     --tls-ca and --tls-client-* are for reaching the workers, --tls-cert and --tls-key for callers.
     Prints one JSON line on stdout when it listens; logs go to stderr. SIGTERM or Ctrl-C drains, a second one ends it.
     """
+    if not workers and not worker_dns:
+        raise click.UsageError("where are the workers? Give --worker or --worker-dns")
     logs.configure("router", log_json, log_level)
     config = RouterConfig(
         listen,
@@ -134,6 +147,8 @@ def serve_command(
         worker_tls=client_tls(tls_ca, tls_client_cert, tls_client_key, tls_server_name),
         local_socket=local_socket,
         http=http,
+        worker_dns=tuple(WorkerDns.parse(name) for name in worker_dns),
+        health=health,
     )
 
     def listening(address: str, http: str | None) -> None:

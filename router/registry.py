@@ -367,7 +367,7 @@ class WorkerLink:
 
 
 class Registry:
-    """All links. Static addresses in this version."""
+    """All links: to the addresses given at the start, and to those that ``add`` and ``forget`` tell of."""
 
     def __init__(
         self,
@@ -379,19 +379,42 @@ class Registry:
         *,
         tls: ClientTls | None = None,
     ) -> None:
-        self.links = {
-            address: WorkerLink(address, router_id, incarnation, tokenizer, admit=self._admit, changed=changed, tls=tls)
-            for address in dict.fromkeys(addresses)
-        }
-        self._tasks: list[asyncio.Task[None]] = []
+        def new_link(address: str) -> WorkerLink:
+            return WorkerLink(address, router_id, incarnation, tokenizer, admit=self._admit, changed=changed, tls=tls)
+
+        self._new_link = new_link
+        self._changed = changed
+        self.links = {address: new_link(address) for address in dict.fromkeys(addresses)}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(link.run(), name=f"link {link.address}") for link in self.links.values()]
+        for link in self.links.values():
+            self._run(link)
+
+    def _run(self, link: WorkerLink) -> None:
+        self._tasks[link.address] = asyncio.create_task(link.run(), name=f"link {link.address}")
+
+    def add(self, address: str) -> None:
+        """Connects to one more worker, after ``start``. Nothing happens where it is known."""
+        if address not in self.links:
+            self.links[address] = self._new_link(address)
+            self._run(self.links[address])
+
+    def forget(self, address: str) -> None:
+        """Ends a link for good; sequences that it still has end with WORKER_LOST."""
+        if self.links.pop(address, None) is not None:
+            self._tasks.pop(address).cancel()
+            self._changed()
+
+    def states(self) -> dict[str, str]:
+        """Of all workers, by address."""
+        return {address: link.state for address, link in self.links.items()}
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def ready(self, model: str | None = None) -> list[WorkerLink]:
         """Links that take sequences of this model (None: of any)."""

@@ -12,12 +12,14 @@ from typing import Any
 import structlog
 
 from protos import kserve_pb2_grpc, router_pb2_grpc, rpc, tracing, types_pb2
+from protos.health import serving_health
 from protos.metrics import OFF, EventLoopProbe, ProcessMetrics, exported
 from protos.tls import ClientTls, ServerTls
 from protos.tls_metrics import CertificateCollector
-from router import kserve
+from router import discovery, kserve
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
 from router.auth import Authenticator
+from router.discovery import WorkerDns
 from router.http import HttpDoor
 from router.http_server import HttpServer
 from router.kserve import KserveService
@@ -32,6 +34,9 @@ log = structlog.get_logger("router")
 @dataclass(frozen=True)
 class RouterConfig:
     """listen: host:port, port 0 takes a free one. drain_s: how long running streams may go on after SIGTERM.
+
+    worker_dns: names behind which more workers are; looked up again and again. health: host:port of a plain HTTP page
+    that says whether this process is alive and ready, or OFF.
 
     http: host:port of the HTTP door, port 0 a free one; None: behind listen's; OFF: no such door.
 
@@ -54,6 +59,8 @@ class RouterConfig:
     worker_tls: ClientTls | None = None
     local_socket: Path | None = None
     http: str | None = None
+    worker_dns: tuple[WorkerDns, ...] = ()
+    health: str = OFF
 
     @property
     def http_address(self) -> str:
@@ -75,8 +82,9 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None], Non
         ConfigError, ModelError: it cannot start.
     """
     rpc.check_free(config.listen)  # before the tokenizer is read, which takes a second
-    if config.http_address != OFF:
-        rpc.check_free(config.http_address)
+    for door in (config.http_address, config.health):
+        if door != OFF:
+            rpc.check_free(door)
     authenticator = Authenticator(config.tokens)
     tenant_of = authenticator.tenant_of if authenticator.demands_tokens else None
     server = rpc.RpcServer("router", tls=config.tls, tenant_of=tenant_of, open_methods=kserve.OPEN_METHODS)
@@ -119,17 +127,24 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None], Non
     requests.start()
     probe = EventLoopProbe()
     tasks = [asyncio.create_task(_mirror_health(servers, ready, not_ready)), asyncio.create_task(probe.run())]
+    if config.worker_dns:
+        registry = requests.registry
+        following = discovery.follow(
+            config.worker_dns, add=registry.add, forget=registry.forget, states=registry.states
+        )
+        tasks.append(asyncio.create_task(following))
     try:
         certificate = CertificateCollector(server.certificate)
         with exported(ProcessMetrics("router", probe), RouterCollector(requests, authenticator), certificate):
-            listening(address, http_url)
-            await stop.wait()
-            tasks[0].cancel()
-            for each in servers:
-                await each.set_ready(False)
-            log.info("draining", in_flight=requests.admission.num_in_flight, grace_s=config.drain_s)
-            await _first(requests.drain(config.drain_s), stop_now.wait())
-            log.info("stopping", in_flight=requests.admission.num_in_flight)
+            async with serving_health(config.health, lambda: server.ready, probe):
+                listening(address, http_url)
+                await stop.wait()
+                tasks[0].cancel()
+                for each in servers:
+                    await each.set_ready(False)
+                log.info("draining", in_flight=requests.admission.num_in_flight, grace_s=config.drain_s)
+                await _first(requests.drain(config.drain_s), stop_now.wait())
+                log.info("stopping", in_flight=requests.admission.num_in_flight)
     finally:
         for task in tasks:
             task.cancel()

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from protos import metrics
+from protos import metrics, small_http
 from protos.errors import ConfigError
 from protos.histogram import STEP_BOUNDS_S, Histogram
 from protos.metrics import (
@@ -86,7 +86,7 @@ def test_a_page_that_cannot_be_made_is_an_error_and_not_the_end() -> None:
 
 
 def test_who_says_nothing_or_too_much_is_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "CONNECTION_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(small_http, "CONNECTION_TIMEOUT_S", 0.2)
     with served(plain) as at:
         silent = socket.create_connection(at, timeout=10)
         slow = socket.create_connection(at, timeout=10)
@@ -94,7 +94,7 @@ def test_who_says_nothing_or_too_much_is_put_out(monkeypatch: pytest.MonkeyPatch
         long = socket.create_connection(at, timeout=10)
         with long:
             try:
-                long.sendall(b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (metrics.MAX_HEAD_BYTES + 1) + b"\r\n\r\n")
+                long.sendall(b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (small_http.MAX_HEAD_BYTES + 1) + b"\r\n\r\n")
                 assert long.recv(1) == b""
             except ConnectionError:
                 pass
@@ -105,9 +105,9 @@ def test_who_says_nothing_or_too_much_is_put_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_crowd_is_turned_away_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "CONNECTION_TIMEOUT_S", 60.0)  # that does not end the late one
+    monkeypatch.setattr(small_http, "CONNECTION_TIMEOUT_S", 60.0)  # that does not end the late one
     with served(plain) as at:
-        crowd = [socket.create_connection(at, timeout=10) for _ in range(metrics.MAX_CONNECTIONS)]
+        crowd = [socket.create_connection(at, timeout=10) for _ in range(small_http.MAX_CONNECTIONS)]
         late = socket.create_connection(at, timeout=10)
         with late:
             assert ended(late)  # at once, whatever the others do
