@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from kvstore.client import Admitted, Attachment, Forked, NewPage, OpenRequest, Refused, Truncated, page_checksum
-from kvstore.geometry import CacheGeometry, LayerGroup, Region
+from kvstore.geometry import LayerGroup
 from kvstore.retention import pages_for
 from protos.errors import InternalError
 from protos.page_hash import PAGE_TOKENS
@@ -59,7 +59,6 @@ class SequenceKv:
         self._geometry = kv.geometry
         self._tailed = [group for group in kv.geometry.groups if group.has_tail]
         self._packed = [group for group in kv.geometry.groups if group.packed]
-        self._pending = {group.name: _pending_rings(group, kv.geometry) for group in self._tailed}
         self._mode_missed = False
         self._on_gpu = on_gpu
 
@@ -169,19 +168,12 @@ class SequenceKv:
                 if pages and group.packed:
                     jobs.append(SealJob(rows, pages))
                 if workspace_row >= 0:
-                    laps = self._laps(group, base, w)
+                    laps = self._geometry.laps(group, base, w.sequence.num_computed, w.end)
                     (late if laps else soon).append((rows, base_after(self._geometry, group, base, w.end, 1)))
         checksums = kv_moves.pack(self.kv, jobs, step.workspace, self._on_gpu)
         kv_moves.fill_tails(self.kv, soon, step.workspace)
         self.kv.settle()
         return Kept(checksums, [w.certain_end for w in work], late, step)
-
-    def _laps(self, group: LayerGroup, base: int, w: Work) -> bool:
-        """Whether a chunk's rows go over some of its rings that are needed until it is committed."""
-        if group.mode != "dense" and w.end - base > self._geometry.tail_tokens(group):
-            return True
-        start = w.sequence.num_computed
-        return any(w.end - rows > region.first_pending(start) for region, rows in self._pending[group.name])
 
     def publish(self, work: Sequence[Work], kept: Kept) -> None:
         """After the commit: moves bases over what is packed or whole, one call, and none for most steps."""
@@ -355,9 +347,3 @@ class SequenceKv:
                     group=group.name,
                     num_tokens=ended.num_computed,
                 )
-
-
-def _pending_rings(group: LayerGroup, geometry: CacheGeometry) -> list[tuple[Region, int]]:
-    """A region of each kind of pending rows, and the rows of its ring."""
-    kinds = {(region.block, region.carry): region for region in group.regions if region.tail_only}
-    return [(region, geometry.ring_rows(group, region)) for region in kinds.values()]

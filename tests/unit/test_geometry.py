@@ -395,7 +395,7 @@ def test_a_pinned_layer_of_a_two_group_model_is_pinned_by_its_number() -> None:
         (lambda: dataclasses.replace(K, block=4, carry=-1), "BAD_CONFIG", "waits for no block"),
         (lambda: LayerGroup("g", (K,), "fp8", window=128, keep_every=0), "BAD_CONFIG", "keep_every"),
         *(
-            (lambda g=g: LayerGroup("g", (K,), **g, keep_every=2), "PAGES_STILL_READ", "cannot leave out pages")  # type: ignore[misc]
+            (lambda g=g: LayerGroup("g", (K,), **g, keep_every=2), "PAGES_STILL_READ", "cannot leave out pages")
             for g in (
                 {"mode": "fp8"},
                 {"mode": "fp8", "window": 257},
