@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protos.errors import AlreadyExists, CapacityError, InvalidRequest, Unavailable
@@ -63,6 +62,13 @@ class Call:
         return sequence_id(self.tenant, self.request_id)
 
 
+@dataclass(slots=True)
+class _Entry:
+    cancel: Callable[[], None]
+    entered_ns: int
+    num_bytes: int = 0  # what it holds
+
+
 class Admission:
     """The requests of one router, by sequence id.
 
@@ -85,22 +91,21 @@ class Admission:
         self._max_request_bytes = max_request_bytes
         self._runs_elsewhere = runs_elsewhere
         self._tenants = tenants
-        self._cancels: dict[str, Callable[[], None]] = {}
-        self._entered_ns: dict[str, int] = {}  # of the same; the oldest first
-        self._num_waiting = 0  # for their ids to be free; not in _cancels yet
+        self._entries: dict[str, _Entry] = {}  # the oldest first
+        self._num_waiting = 0  # for their ids to be free; not in _entries yet
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def num_in_flight(self) -> int:
         """Requests, and further streams of some."""
-        return len(self._cancels)
+        return len(self._entries)
 
     @property
     def oldest_age_s(self) -> float:
         """Of the request that is longest in flight, in seconds; 0 where none is."""
-        oldest_ns = next(iter(self._entered_ns.values()), None)
-        return 0.0 if oldest_ns is None else (time.monotonic_ns() - oldest_ns) / 1e9
+        oldest = next(iter(self._entries.values()), None)
+        return 0.0 if oldest is None else (time.monotonic_ns() - oldest.entered_ns) / 1e9
 
     async def enter(self, call: Call, cancel: Callable[[], None], *, key: str | None = None) -> None:
         """Takes a request in, until leave(). Waits, at most ID_FREE_S, for an aborted one of its id to be gone.
@@ -119,11 +124,11 @@ class Admission:
             raise Unavailable(
                 "this router is shutting down", reason="DRAINING", hint="use another", retry_after_ms=1000
             )
-        if len(self._cancels) >= self._max_in_flight:
+        if len(self._entries) >= self._max_in_flight:
             raise CapacityError(
                 "this router is full",
                 reason="TOO_MANY_REQUESTS",
-                given=f"{len(self._cancels)} requests in flight",
+                given=f"{len(self._entries)} requests in flight",
                 allowed=f"{self._max_in_flight}",
                 retry_after_ms=1000,
             )
@@ -134,24 +139,22 @@ class Admission:
                 given=f"{len(call.tenant)} and {len(call.request_id)} characters",
                 allowed=f"{MAX_SEQUENCE_ID_BYTES - 1} together",
             )
-        if wanted in self._cancels or self._runs_elsewhere(wanted):
+        if wanted in self._entries or self._runs_elsewhere(wanted):
             raise AlreadyExists("a request with this id is running", reason="DUPLICATE_REQUEST", given=call.request_id)
         self._tenants.enter(call.tenant)
-        self._cancels[wanted] = cancel
-        self._entered_ns[wanted] = time.monotonic_ns()
+        self._entries[wanted] = _Entry(cancel, time.monotonic_ns())
         self._idle.clear()
 
     def leave(self, call: Call, *, key: str | None = None) -> None:
         """The request, or the stream of this key, has ended."""
-        entered = key or call.sequence_id
-        del self._cancels[entered], self._entered_ns[entered]
-        self._tenants.leave(call.tenant)
-        if not self._cancels:
+        entry = self._entries.pop(key or call.sequence_id)
+        self.held_bytes -= entry.num_bytes
+        self._tenants.leave(call.tenant, entry.num_bytes)
+        if not self._entries:
             self._idle.set()
 
-    @contextmanager
-    def holding(self, call: Call, num_bytes: int) -> Iterator[None]:
-        """Counts a request's bytes for as long as its stream lives: gRPC keeps the request, as received and parsed.
+    def hold(self, call: Call, num_bytes: int, *, key: str | None = None) -> None:
+        """Counts the bytes of a request that has entered, until it leaves: gRPC keeps it, as received and parsed. Once.
 
         Raises:
             CapacityError: TOO_MANY_REQUEST_BYTES, TENANT_LIMIT_BYTES.
@@ -164,19 +167,16 @@ class Admission:
                 allowed=f"{self._max_request_bytes} bytes",
                 retry_after_ms=1000,
             )
-        with self._tenants.holding(call.tenant, num_bytes):
-            self.held_bytes += num_bytes
-            try:
-                yield
-            finally:
-                self.held_bytes -= num_bytes
+        self._tenants.hold(call.tenant, num_bytes)
+        self._entries[key or call.sequence_id].num_bytes = num_bytes
+        self.held_bytes += num_bytes
 
     def cancel(self, wanted: str) -> bool:
         """Ends a request of this router. False: it has none of this sequence id."""
-        cancel = self._cancels.get(wanted)
-        if cancel is not None:
-            cancel()
-        return cancel is not None
+        entry = self._entries.get(wanted)
+        if entry is not None:
+            entry.cancel()
+        return entry is not None
 
     async def drain(self, grace_s: float) -> bool:
         """Refuses new requests; waits for the running ones. False when some were left after grace_s."""
@@ -190,9 +190,9 @@ class Admission:
 
     async def _id_free(self, wanted: str) -> None:
         """A caller that left may use its id again at once, though its worker has yet to confirm the abort. Bounded."""
-        if wanted in self._cancels or not self._runs_elsewhere(wanted):
+        if wanted in self._entries or not self._runs_elsewhere(wanted):
             return
-        if len(self._cancels) + self._num_waiting >= self._max_in_flight:
+        if len(self._entries) + self._num_waiting >= self._max_in_flight:
             return  # those that wait hold their requests too
         self._num_waiting += 1
         try:

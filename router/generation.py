@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -53,7 +52,8 @@ class Answer:
         self.call = call
         self._requests = requests
         self._request = request
-        self._held = contextlib.ExitStack()  # what is given back at the end, whatever happened
+        self._key: str | None = None  # in admission, where it is not the sequence's
+        self._entered = False
         self._started_ns = started_ns or time.monotonic_ns()
         self._span = request_span(requests.tracing, call.traceparent, request_id=call.request_id, door=call.door)
         self._relay_span: Span | NoSpan | None = None  # of the newest placement; the worker's spans are below it
@@ -117,12 +117,11 @@ class Answer:
         self._requests.counters.requests += 1
 
     async def _enter(self) -> None:
-        """Admits it; what it holds is in _held."""
         admission = self._requests.admission
         await admission.enter(self.call, self.cancel)
-        self._held.callback(admission.leave, self.call)
+        self._entered = True
         check_request(self._request)
-        self._held.enter_context(admission.holding(self.call, self._request.ByteSize()))
+        admission.hold(self.call, self._request.ByteSize())
 
     async def _begin(self) -> router_pb2.GenerateResponse | None:
         """Tokenises and places; places again on another worker while nothing was emitted. Returns the first chunk.
@@ -262,7 +261,8 @@ class Answer:
             self._stream.leave(delivered=bool(self._finish_reason))
         if outcome in ("rejected", "failed") and self._num_charged and not (self._relay and self._relay.num_tokens):
             self._requests.tenants.charge(self.call.tenant, -self._num_charged)  # it got nothing for them
-        self._held.close()
+        if self._entered:
+            self._requests.admission.leave(self.call, key=self._key)
         self._account(outcome, reason)
         self._end_spans(reason, error)
 
@@ -285,7 +285,7 @@ class Answer:
             return "failed", type(error).__name__
         if self._finish_reason:
             aborted = self._finish_reason == types_pb2.FINISH_REASON_ABORTED
-            return ("cancelled" if aborted else "finished"), _short(self._finish_reason)
+            return ("cancelled" if aborted else "finished"), _SHORT[self._finish_reason]
         if _ran_out(self._deadline_s, self.call.remaining_s()):
             return "cancelled", "DEADLINE_EXCEEDED"
         if self._stream is not None and self._stream.resumable:
@@ -354,8 +354,7 @@ def _ran_out(deadline_s: float | None, remaining_s: float | None) -> bool:
     return remaining_s <= 0.01 * deadline_s + min(DEADLINE_LAG_S, deadline_s / 4)
 
 
-def _short(reason: types_pb2.FinishReason.ValueType) -> str:
-    return types_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")
+_SHORT = {number: name.removeprefix("FINISH_REASON_") for name, number in types_pb2.FinishReason.items()}
 
 
 def _ms(start_ns: int, end_ns: int | None) -> float | None:

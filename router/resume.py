@@ -199,8 +199,8 @@ class Joined(Answer):
     async def _enter(self) -> None:
         admission = self._requests.admission
         await admission.enter(self.call, self.cancel, key=self._key)
-        self._held.callback(admission.leave, self.call, key=self._key)
-        self._held.enter_context(admission.holding(self.call, self._num_bytes))
+        self._entered = True
+        admission.hold(self.call, self._num_bytes, key=self._key)
 
     async def _begin(self) -> router_pb2.GenerateResponse | None:
         link, wanted = self._found.link, self.call.sequence_id

@@ -8,8 +8,7 @@ running answer is never cut off; new requests then wait until the debt is paid.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from protos.errors import CapacityError
@@ -75,15 +74,15 @@ class Tenants:
         use.num_requests += 1
         self._uses[tenant] = use
 
-    def leave(self, tenant: str) -> None:
-        """The request has ended."""
+    def leave(self, tenant: str, num_bytes: int = 0) -> None:
+        """The request has ended. num_bytes: what it held."""
         use = self._uses[tenant]
         use.num_requests -= 1
+        use.num_bytes -= num_bytes
         self._forget_if_idle(tenant, use)
 
-    @contextmanager
-    def holding(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """Counts the bytes of a request that has entered.
+    def hold(self, tenant: str, num_bytes: int) -> None:
+        """Counts the bytes of a request that has entered, until it leaves.
 
         Raises:
             CapacityError: TENANT_LIMIT_BYTES; without a retry hint where the request alone is too large.
@@ -98,10 +97,6 @@ class Tenants:
                 retry_after_ms=RETRY_MS if num_bytes <= allowed else None,
             )
         use.num_bytes += num_bytes
-        try:
-            yield
-        finally:
-            use.num_bytes -= num_bytes
 
     def admit_prompt(self, tenant: str, num_tokens: int) -> None:
         """Charges a prompt of a request that has entered. One that is larger than the bucket needs a full one.

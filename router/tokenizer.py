@@ -125,7 +125,7 @@ class Tokenizer:
         return self._encode(text, True)
 
     def token_name(self, token_id: int) -> str:
-        """What a token without text is called: as tokenizer.json writes it, else by its id (vocabularies are padded)."""
+        """What a token without text is called: as tokenizer.json has it, else by its id (vocabularies are padded)."""
         return self._tokenizer.id_to_token(token_id) or f"token_id:{token_id}"
 
     def close(self) -> None:

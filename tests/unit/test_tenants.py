@@ -48,17 +48,21 @@ def test_bytes_are_counted_per_tenant_and_given_back() -> None:
     it, _ = tenants(a=TenantLimits(max_request_bytes=100))
     it.enter("a")
     it.enter("b")
-    with it.holding("a", 60), it.holding("b", 1000):
-        assert it.in_use()["a"] == TenantUse(1, 60, None)
-        for num_bytes, comes_again in ((41, True), (101, False)):
-            error = refused(it.holding("a", num_bytes).__enter__)
-            assert error.reason == "TENANT_LIMIT_BYTES"
-            assert bool(error.retry_after_ms) == comes_again  # waiting is no use for what never fits
-        with it.holding("a", 40):
-            assert it.in_use()["a"].num_bytes == 100
-    with pytest.raises(RuntimeError), it.holding("a", 100):
-        raise RuntimeError
-    assert it.in_use() == {"a": TenantUse(1, 0, None), "b": TenantUse(1, 0, None)}
+    it.hold("a", 60)
+    it.hold("b", 1000)
+    assert it.in_use() == {"a": TenantUse(1, 60, None), "b": TenantUse(1, 1000, None)}
+    it.enter("a")
+    for num_bytes, comes_again in ((41, True), (101, False)):
+        error = refused(it.hold, "a", num_bytes)
+        assert error.reason == "TENANT_LIMIT_BYTES"
+        assert bool(error.retry_after_ms) == comes_again  # waiting is no use for what never fits
+    it.hold("a", 40)
+    assert it.in_use()["a"] == TenantUse(2, 100, None)
+    it.leave("a", 60)
+    assert it.in_use()["a"] == TenantUse(1, 40, None)
+    it.leave("a", 40)
+    it.leave("b", 1000)
+    assert it.in_use() == {}
 
 
 def test_nothing_is_remembered_of_tenants_that_left() -> None:
