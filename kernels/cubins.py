@@ -46,17 +46,29 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailpack" / "cubins"
 
 
+def shipped_folder() -> Path | None:
+    """$TAILPACK_CUBINS: an archive that came with an image. Only read."""
+    root = os.environ.get("TAILPACK_CUBINS")
+    return Path(root) if root else None
+
+
 def cubin_path(cell: Cell, arch: str, folder: Path, source_dir: Path = SOURCE_DIR) -> Path:
     """Where the cubin of today's sources and compiler lies, or would lie."""
     return folder / f"{cell.name}.{arch}.{cell_key(cell, arch, source_dir)}.cubin"
 
 
-def ensure_cubin(cell: Cell, arch: str, folder: Path, source_dir: Path = SOURCE_DIR) -> BuildResult:
+def ensure_cubin(
+    cell: Cell, arch: str, folder: Path, source_dir: Path = SOURCE_DIR, *, shipped: Path | None = None
+) -> BuildResult:
     """Return the cubin's path, compiling it first where it is not there. Safe with many processes at once.
+
+    One that lies in ``shipped`` is taken from there; what has to be compiled goes to ``folder``.
 
     Raises CompileError or ToolchainError; then nothing is left behind.
     """
     started = time.monotonic()
+    if shipped is not None and (path := cubin_path(cell, arch, shipped, source_dir)).exists():
+        return BuildResult(cell, arch, path, compiled=False, seconds=time.monotonic() - started)
     path = cubin_path(cell, arch, folder, source_dir)
     if path.exists():
         return BuildResult(cell, arch, path, compiled=False, seconds=time.monotonic() - started)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kernels.cells import ARCHES, Cell
-from kernels.cubins import default_folder, ensure_cubin
+from kernels.cubins import default_folder, ensure_cubin, shipped_folder
 from kernels.declared import DECLARED
 from kernels.errors import MachineError
 
@@ -81,7 +81,7 @@ def load(cell: Cell, device_index: int) -> dict[str, Any]:
             action="load them, or make the call once, before the capture begins",
         )
     arch = arch_of(torch.device("cuda", device_index))
-    built = ensure_cubin(cell, arch, default_folder())
+    built = ensure_cubin(cell, arch, default_folder(), shipped=shipped_folder())
     if built.compiled:
         why = "declared, but not built ahead" if cell in DECLARED else "not a declared cell"
         logger.warning("compiled on demand: %s for %s in %.1f s (%s)", cell.name, arch, built.seconds, why)

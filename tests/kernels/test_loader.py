@@ -75,6 +75,18 @@ def test_the_cache_compiles_once_and_then_reads(monkeypatch: pytest.MonkeyPatch,
     assert again.path == first.path
 
 
+def test_an_archive_that_came_with_the_image_is_read_and_never_written(tmp_path: Path) -> None:
+    cache, image = tmp_path / "cache", tmp_path / "image"
+    image.mkdir(mode=0o555)
+    made = ensure_cubin(CELL, "sm_90a", cache, shipped=image)
+    assert made.compiled and made.path is not None and made.path.parent == cache
+    image.chmod(0o755)
+    shutil.copy(made.path, image)
+    made.path.unlink()
+    shipped = ensure_cubin(CELL, "sm_90a", cache, shipped=image)
+    assert not shipped.compiled and shipped.path == image / made.path.name
+
+
 def test_many_processes_at_once_compile_once(tmp_path: Path) -> None:
     with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(ensure_cubin, CELL, "sm_90a", tmp_path) for _ in range(12)]
