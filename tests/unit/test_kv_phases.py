@@ -219,6 +219,11 @@ def test_a_checkpoint_takes_what_it_says_of_the_arena() -> None:
     assert (compressed.tail_slots_total, compressed.tail_slots_used) == (5, 1)
     assert w.checkpoint(slot)
     assert w.device.stats().groups[1].tail_slots_used == 2
+    for keep_every in (1, 4):  # all of it inside what was asked for
+        geometry = CacheGeometry((replace(V4_RAW, keep_every=keep_every), V4_COMPRESSED))
+        for num_bytes in range(1 << 20, (1 << 20) + 40_000, 1_111):
+            spec = DeviceSpec("cpu:0", geometry, num_bytes, 2, 4096, b"w", checkpoint_slots=7)
+            assert 0 <= num_bytes - sum(plan.num_bytes for plan in spec.plan()[0]) < 5 * geometry.groups[0].page_bytes
 
 
 def test_what_rings_hold_after_rollbacks() -> None:
