@@ -32,6 +32,7 @@ from kvstore.fd_server import Delivery, FdServer
 from kvstore.geometry import LAYOUT_VERSION, CacheGeometry
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos.errors import CapacityError, InternalError, InvalidRequest, NotFound, PreconditionFailed, Unavailable
+from protos.version import release
 
 log = structlog.get_logger("kvstore")
 
@@ -468,6 +469,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             store_incarnation=self._incarnation,
             uptime_ns=time.monotonic_ns() - self._started_ns,
             devices=devices,
+            version=release(),
         )
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import click
 
 from protos.cli_options import accept_help_all, help_all_option, program_name, showing_all
 from protos.errors import TailpackError
+from protos.version import UNINSTALLED, release
 
 
 class LazyCommand(NamedTuple):
@@ -70,10 +70,8 @@ class LazyGroup(click.Group):
 
 def _print_version(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
     if asked and not ctx.resilient_parsing:
-        try:
-            click.echo(f"tailpack {version('tailpack')}")
-        except PackageNotFoundError:
-            click.echo("tailpack, from a source tree that is not installed")
+        known = release() != UNINSTALLED
+        click.echo(f"tailpack {release()}" if known else "tailpack, from a source tree that is not installed")
         ctx.exit()
 
 

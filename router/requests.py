@@ -17,6 +17,7 @@ from protos import router_pb2, rpc, types_pb2
 from protos.errors import InvalidRequest, NotFound, Unavailable
 from protos.tls import ClientTls
 from protos.tracing import Tracing
+from protos.version import release
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES, Admission, Call, sequence_id
 from router.generation import Answer
 from router.metrics import RequestMetrics, histogram_message
@@ -156,6 +157,7 @@ class Requests:
             ttft=histogram_message(self.metrics.ttft),
             itl=histogram_message(self.metrics.itl),
             switches=self._switches,
+            version=release(),
             **vars(self.counters),
         )
 

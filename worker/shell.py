@@ -32,6 +32,7 @@ from protos.page_hash import PAGE_TOKENS
 from protos.tls import ServerTls
 from protos.tls_metrics import CertificateCollector
 from protos.tracing import Tracing
+from protos.version import release
 from worker.config import WorkerConfig
 from worker.device_memory import DeviceMemory
 from worker.engine import Engine
@@ -211,6 +212,7 @@ def _info(config: WorkerConfig, device: str, model: Model) -> types_pb2.WorkerIn
         deterministic=config.deterministic,
         max_running=config.max_running,
         switches=switches(config, model.geometry, arch_of(torch_device(config.device)) if config.on_gpu else ""),
+        version=release(),
         features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse", "resume"],
     )
 
