@@ -322,7 +322,7 @@ class Engine:
             self._running,
             prefill_budget=self._config.prefill_chunk,
             deterministic=self._config.deterministic,
-            one_span=self._config.deterministic and self._held.has_tails,
+            one_span=self._config.deterministic and (self._held.has_tails or self._drafter is not None),
         )
         if self._config.admission == "recompute":
             work = self._grow(work)
