@@ -16,13 +16,16 @@ from typing import Any
 
 import ray
 import structlog
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from protos import logs, rpc, tracing
 from protos.errors import TailpackError
 from protos.metrics import OFF
+from protos.tls import ServerTls
 from worker import shell
 from worker.child import STARTING
 from worker.config import WorkerConfig
+from worker.gpu import Gpu, visible_gpus
 
 log = structlog.get_logger("worker")
 
@@ -53,6 +56,7 @@ class WorkerActor:
         log_file: str | None = None,
         metrics: str = OFF,
         otlp_endpoint: str | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         """
         Args:
@@ -62,6 +66,7 @@ class WorkerActor:
             log_file: where this process's stderr goes; None leaves it to Ray.
             metrics: host:port of the page for Prometheus, with a fixed port, or OFF.
             otlp_endpoint: where spans go; None: nowhere.
+            tls: of its doors; None: plain text.
         """
         if log_file is not None:
             descriptor = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -77,6 +82,7 @@ class WorkerActor:
         self._drain_s = drain_s
         self._metrics = metrics
         self._otlp_endpoint = otlp_endpoint
+        self._tls = tls
         self._ready: concurrent.futures.Future[Ready] = concurrent.futures.Future()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._stop: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
@@ -85,6 +91,11 @@ class WorkerActor:
     async def ready(self) -> Ready:
         """Waits until requests are taken. Raises the TailpackError that kept the worker from starting."""
         return await asyncio.shield(asyncio.wrap_future(self._ready))
+
+    async def is_ready(self) -> bool:
+        """Whether requests are taken now."""
+        stopping = self._stop is not None and self._stop[1].is_set()
+        return self._ready.done() and self._ready.exception() is None and not stopping
 
     async def stop(self) -> None:
         """Drains and takes everything down. The process stays, for Ray to end."""
@@ -118,6 +129,7 @@ class WorkerActor:
                 on_ready=self._on_ready,
                 drain_s=self._drain_s,
                 metrics=self._metrics,
+                tls=self._tls,
                 tracing=traces,
             )
         finally:
@@ -151,9 +163,48 @@ def create(
     log_file: Path | None = None,
     metrics: str = OFF,
     otlp_endpoint: str | None = None,
+    tls: ServerTls | None = None,
+    pinned_to: str | None = None,
 ) -> Any:
-    """Starts a worker as a named actor of the current Ray namespace. Returns its handle at once; then ask ``ready``."""
-    remote = ray.remote(WorkerActor)
-    return remote.options(**actor_options(config)).remote(
-        config.to_dict(), listen, drain_s, str(log_file) if log_file else None, metrics, otlp_endpoint
+    """Starts a worker as a named actor of the current Ray namespace. Returns its handle at once; then ask ``ready``.
+
+    Args:
+        pinned_to: id of the Ray node that it runs on and nowhere else; it then outlives this driver, and one that runs
+            already is returned. None: it ends with this driver.
+    """
+    options = actor_options(config)
+    if pinned_to is not None:
+        options |= {
+            # With the node's id: what died with an earlier node of this name must not be taken for it.
+            "name": f"{config.worker_id}@{pinned_to[:12]}",
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(pinned_to, soft=False),
+        }
+    return (
+        ray.remote(WorkerActor)
+        .options(**options)
+        .remote(config.to_dict(), listen, drain_s, str(log_file) if log_file else None, metrics, otlp_endpoint, tls)
     )
+
+
+@ray.remote(num_cpus=0, max_calls=1)
+def _gpus() -> tuple[Gpu, ...]:
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from who asked for none; the container's are ours
+    return visible_gpus()
+
+
+def gpus_of(node_id: str, timeout_s: float) -> tuple[Gpu, ...]:
+    """The GPUs that a worker on this Ray node would see.
+
+    Raises:
+        TailpackError: what visible_gpus raises. ray.exceptions.RayError: the node could not be asked.
+    """
+    there = _gpus.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+    try:
+        answer: tuple[Gpu, ...] = ray.get(there.remote(), timeout=timeout_s)
+    except ray.exceptions.RayTaskError as failure:
+        if isinstance(failure.cause, TailpackError):
+            raise failure.cause from None
+        raise
+    return answer

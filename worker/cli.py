@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from kernels.widths import PRESETS
 from kvstore.geometry import COMPILED_MODES, ITEM_BYTES
 from protos import logs, rpc, tracing
 from protos.cli_options import HelpAllCommand, advanced_option
+from protos.health import health_option
 from protos.metrics import OFF
+from protos.tls import ServerCertificate
 from protos.tls_options import server_tls, server_tls_options
 from worker.config import ADMISSIONS, DEFAULT_PRESET, RETENTIONS, default_dtype
 
@@ -222,41 +226,59 @@ def demo(
     sys.exit(show.run(config, prompts, max_tokens))
 
 
+def one_worker_options(command: Any) -> Any:
+    """A worker's settings, for commands that run workers beside a kvstore that is there."""
+    options = (
+        click.option("--model", required=True, help="As for `tailpack up`."),
+        click.option("--kv-socket", required=True, type=click.Path(path_type=Path), help="The kvstore's socket."),
+        click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs."),
+        advanced_option("--name", help="What callers ask for.  [default: the model's]"),
+        advanced_option("--dtype", metavar=_DTYPES, help=f"Of weights and KV.  {_DTYPE_DEFAULT}"),
+        click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept."),
+        advanced_option(
+            "--kv-preset", default="", metavar=_KV_PRESETS, help=f"Of mode turboquant.  [default: {DEFAULT_PRESET}]"
+        ),
+        deepseek_v4_options,
+        advanced_option(
+            "--dense-layers", default="0,0", show_default=True, help="First and last layers that stay dense: F,L."
+        ),
+        advanced_option(
+            "--checkpoints", default=-1, help="Tails kept for exact resumes.  [default: as many as --max-running]"
+        ),
+        advanced_option("--admission", default="worst_case", show_default=True, metavar=_ADMISSIONS),
+        advanced_option("--arena-bytes", type=num_bytes, default="1G", show_default=True),
+        advanced_option("--max-running", default=16, show_default=True),
+        advanced_option("--max-waiting", default=1024, show_default=True),
+        advanced_option("--max-sequence-tokens", default=0, help="[default: the model's]"),
+        advanced_option("--prefill-chunk", default=256, show_default=True),
+        advanced_option("--threads", default=0, help="[default: one per core]"),
+        advanced_option("--drain-s", type=seconds, default=30.0, show_default=True),
+        server_tls_options,
+        advanced_option(
+            "--otlp-endpoint", metavar="URL", help="Collector that traces go to.  [default: OTEL_* variables]"
+        ),
+        advanced_option(
+            "--log-json/--log-text", default=None, help="Form of the log; default: text at a terminal, else JSON."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.group(name="worker")
 def worker_group() -> None:
-    """Run a worker by itself, without Ray."""
+    """Run a worker by itself, or those of a node of a Ray cluster that is there."""
 
 
 @worker_group.command(cls=HelpAllCommand)
-@click.option("--model", required=True, help="As for `tailpack up`.")
-@click.option("--kv-socket", required=True, type=click.Path(path_type=Path), help="The kvstore's socket.")
+@one_worker_options
 @click.option("--listen", default="127.0.0.1:0", show_default=True, help="host:port; port 0 takes a free one.")
 @click.option("--worker-id", default="worker-0", show_default=True)
-@click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs.")
-@advanced_option("--name", help="What callers ask for.  [default: the model's]")
 @advanced_option("--device", default="cpu:0", show_default=True, help="Or a GPU: cuda:0, cuda:GPU-<uuid>.")
-@advanced_option("--dtype", metavar=_DTYPES, help=f"Of weights and KV.  {_DTYPE_DEFAULT}")
-@click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept.")
-@advanced_option(
-    "--kv-preset", default="", metavar=_KV_PRESETS, help=f"Of mode turboquant.  [default: {DEFAULT_PRESET}]"
-)
-@deepseek_v4_options
-@advanced_option("--dense-layers", default="0,0", show_default=True, help="First and last layers that stay dense: F,L.")
-@advanced_option("--checkpoints", default=-1, help="Tails kept for exact resumes.  [default: as many as --max-running]")
-@advanced_option("--admission", default="worst_case", show_default=True, metavar=_ADMISSIONS)
-@advanced_option("--arena-bytes", type=num_bytes, default="1G", show_default=True)
-@advanced_option("--max-running", default=16, show_default=True)
-@advanced_option("--max-waiting", default=1024, show_default=True)
-@advanced_option("--max-sequence-tokens", default=0, help="[default: the model's]")
-@advanced_option("--prefill-chunk", default=256, show_default=True)
-@advanced_option("--threads", default=0, help="[default: one per core]")
-@advanced_option("--drain-s", type=seconds, default=30.0, show_default=True)
 @advanced_option(
     "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="Where Prometheus finds /metrics, or none."
 )
-@server_tls_options
-@advanced_option("--otlp-endpoint", metavar="URL", help="Collector that traces go to.  [default: OTEL_* variables]")
-@advanced_option("--log-json/--log-text", default=None, help="Form of the log; default: text at a terminal, else JSON.")
 def serve(
     model: str,
     listen: str,
@@ -270,7 +292,7 @@ def serve(
     name: str | None,
     **settings: Any,
 ) -> None:
-    """Serve one model from this process, in the foreground. SIGTERM or Ctrl-C drains it.
+    """Serve one model from this process, without Ray, in the foreground. SIGTERM or Ctrl-C drains it.
 
     Prints one JSON line on stdout when it is ready.
     """
@@ -315,3 +337,67 @@ def _print_ready(running: Any) -> None:
         "metrics": running.metrics,
     }
     print(json.dumps(ready), flush=True)
+
+
+@worker_group.command(cls=HelpAllCommand)
+@one_worker_options
+@click.option(
+    "--listen", default="0.0.0.0:7730", show_default=True, metavar="HOST:PORT", help="The first worker; others follow."
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda: every GPU.")
+@click.option(
+    "--workers",
+    type=click.IntRange(0, 64),
+    default=0,
+    help="How many.  [default: 1 on the CPU; on GPUs one each, and another number is an error]",
+)
+@click.option("--ray-address", default="auto", show_default=True, help="Of the Ray cluster that this node is in.")
+@advanced_option("--node-name", help="Workers are called NAME-0, NAME-1, ...  [default: the host's]")
+@advanced_option(
+    "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="/metrics of the first worker, or none."
+)
+@health_option
+@advanced_option(
+    "--log-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("/run/tailpack/logs"),
+    show_default=True,
+    help="Workers write here; this process passes it on.",
+)
+@advanced_option(
+    "--drained-file", type=click.Path(path_type=Path, dir_okay=False), help="Made when all workers have ended."
+)
+def node(
+    model: str,
+    name: str | None,
+    log_json: bool | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    otlp_endpoint: str | None,
+    node_name: str | None,
+    **options: Any,
+) -> None:
+    """Have Ray run this node's workers: one a GPU, pinned to it, restarted for ever.
+
+    For a node of a Ray cluster that something else started, as a pod of KubeRay. SIGTERM drains the workers and ends
+    them. Prints one JSON line on stdout when all are ready.
+    """
+    from worker.cluster_config import resolve_model
+    from worker.node import Node, NodeConfig
+
+    logs.configure("node", log_json)
+    tls = server_tls(tls_cert, tls_key, tls_client_ca)
+    if tls is not None:
+        ServerCertificate(tls, "workers")  # refused here by name, before Ray restarts workers over it
+    folder, default_name = resolve_model(model)
+    own = {each.name for each in dataclasses.fields(NodeConfig)}
+    settings = {key: options.pop(key) for key in list(options) if key not in own}
+    config = NodeConfig(
+        settings={"model": folder, "name": name or default_name, **settings},
+        node_name=node_name or socket.gethostname(),
+        tls=tls,
+        otlp_endpoint=tracing.endpoint_of(otlp_endpoint),
+        **options,
+    )
+    rpc.run(Node(config).run())
