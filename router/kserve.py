@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import structlog
 
 from protos import kserve_pb2, kserve_pb2_grpc, rpc
-from protos.errors import InternalError, TailpackError
+from protos.errors import DeadlineExceeded, InternalError, TailpackError
 from protos.metrics import build_version
 from router.admission import Call
 from router.choices import complete
@@ -81,7 +82,7 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         await context.send_initial_metadata((("x-request-id", metadata.request_id),))
         inference = read_inference(request)
         call = _call(metadata, metadata.request_id, context, inference.timeout_s)
-        async with self._requests.answer(inference.request, call) as answer:
+        async with _in_time(inference.timeout_s), self._requests.answer(inference.request, call) as answer:
             chunks = [chunk async for chunk in complete(answer)]
         return inference_response(request, inference, self._name(request.model_name), chunks, streamed=False)
 
@@ -135,7 +136,7 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         try:
             inference = read_inference(request)
             call = _call(metadata, call_id, context, inference.timeout_s)
-            async with self._requests.answer(inference.request, call) as answer:
+            async with _in_time(inference.timeout_s), self._requests.answer(inference.request, call) as answer:
                 name = self._name(request.model_name)
                 async for chunk in complete(answer):
                     response = inference_response(request, inference, name, [chunk], streamed=True)
@@ -149,6 +150,23 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     def _name(self, asked: str) -> str:
         return asked or next(iter(self._requests.registry.models()), "")
+
+
+@asynccontextmanager
+async def _in_time(timeout_s: float | None) -> AsyncIterator[None]:
+    """Ends what runs inside after so long; None: never. A call's own deadline is gRPC's to keep, a request's is ours.
+
+    Raises:
+        DeadlineExceeded: the time was over.
+    """
+    timer = asyncio.timeout(timeout_s)
+    try:
+        async with timer:
+            yield
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise DeadlineExceeded("the request's timeout passed", given=f"timeout {timeout_s:g} s") from None
 
 
 def _call(metadata: rpc.CallMetadata, call_id: str, context: Any, timeout_s: float | None) -> Call:

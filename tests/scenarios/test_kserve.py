@@ -248,3 +248,25 @@ async def test_a_timeout_in_the_request_is_a_deadline_of_the_worker(folder: Path
         await stub.ModelInfer(asked(), timeout=HANG_S)
         first, second = (submit.deadline_unix_ns for submit in it.workers[0].submits)
         assert 0 < first < second - 10**10
+
+
+async def test_a_timeout_in_the_request_ends_it(folder: Path) -> None:
+    request = asked(max_tokens=4000)
+    request.parameters["timeout"].int64_param = 50_000
+    async with kserve_door(folder, ENDLESS) as (it, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await stub.ModelInfer(request, timeout=HANG_S)
+        error = rpc.error_from(late.value)
+        assert isinstance(error, errors.DeadlineExceeded)
+        assert (error.reason, error.given) == ("DEADLINE_EXCEEDED", "timeout 0.05 s")
+
+        call = stub.ModelStreamInfer(timeout=HANG_S)
+        await call.write(request)
+        await call.write(asked("another", "b", max_tokens=3))
+        await call.done_writing()
+        parts = [part async for part in call]
+        failed = [part for part in parts if part.error_message]
+        assert [part.infer_response.parameters["error_reason"].string_param for part in failed] == ["DEADLINE_EXCEEDED"]
+        assert [is_final(part.infer_response) for part in parts if part.infer_response.id == "b"][-1]
+        counters = it.requests.counters
+        assert (counters.finished, counters.cancelled, counters.failed) == (1, 2, 0)
