@@ -117,7 +117,7 @@ def test_chunks_of_any_size_then_single_tokens_give_the_reference_logits(small: 
 
 @pytest.mark.usefixtures("gaps")
 @pytest.mark.parametrize(
-    ("name", "mode"), zip([*VARIANTS, *VARIANTS], [DENSE, TURBOQUANT, WINDOW, WINDOW], strict=False)
+    ("name", "mode"), [*zip([*VARIANTS, *VARIANTS], [DENSE, TURBOQUANT, WINDOW, WINDOW], strict=False)]
 )
 def test_ragged_batches_give_the_reference_logits(
     reference: Callable[[str], Reference], name: str, mode: tuple[str, str]
