@@ -11,12 +11,17 @@ from dataclasses import dataclass
 
 from protos import kserve_pb2, router_pb2
 from protos.errors import InvalidRequest, NotBuilt, NotFound
+from router.validate import MAX_STOP_STRINGS
 
 VERSION = "1"
 """Of every model; callers may leave it out."""
 INPUTS = ("text_input", "input_ids", "stop")
 OUTPUTS = ("text_output", "token_ids", "finish_reason")
 MAX_TIMEOUT_US = 86_400 * 10**6
+MAX_DIMENSIONS = 8
+"""Of a shape. A message has room for millions, whose product alone would take hours."""
+MAX_TENSORS = 64
+"""Of inputs and of outputs. A message has room for millions, which are read one by one on the event loop."""
 
 _Tensor = kserve_pb2.ModelInferRequest.InferInputTensor
 _INTEGERS = {"INT32": "i", "INT64": "q"}  # codes of array.array; 4 and 8 bytes on every platform that we run on
@@ -52,6 +57,11 @@ def read_inference(asked: kserve_pb2.ModelInferRequest) -> Inference:
         NotFound: UNKNOWN_VERSION. NotBuilt: shared memory, classification.
     """
     check_version(asked.model_version)
+    for kind, tensors in (("inputs", asked.inputs), ("outputs", asked.outputs)):
+        if len(tensors) > MAX_TENSORS:
+            raise InvalidRequest(
+                f"too many {kind}", reason="BAD_TENSOR", given=len(tensors), allowed=f"at most {MAX_TENSORS}"
+            )
     request = router_pb2.GenerateRequest(model=asked.model_name)
     timeout_s = _read_parameters(asked, request)
     _read_inputs(asked, request)
@@ -149,8 +159,10 @@ def _token_ids(tensor: _Tensor, data: bytes | None) -> Sequence[int]:
 def _texts(tensor: _Tensor, data: bytes | None) -> list[str]:
     if tensor.datatype != "BYTES":
         raise _bad(tensor, tensor.datatype[:32], "BYTES")
-    values = list(tensor.contents.bytes_contents) if data is None else _split(tensor, data)
+    values: Sequence[bytes] = tensor.contents.bytes_contents if data is None else _split(tensor, data)
     _check_count(tensor, len(values))
+    if len(values) > MAX_STOP_STRINGS:
+        raise _bad(tensor, f"{len(values)} texts", f"at most {MAX_STOP_STRINGS}")
     try:
         return [value.decode() for value in values]
     except UnicodeDecodeError as failure:
@@ -161,8 +173,11 @@ def _texts(tensor: _Tensor, data: bytes | None) -> list[str]:
 
 def _split(tensor: _Tensor, data: bytes) -> list[bytes]:
     """Elements, each behind its length in 4 bytes."""
-    values, at = [], 0
+    values: list[bytes] = []
+    at = 0
     while at < len(data):
+        if len(values) > MAX_STOP_STRINGS:
+            raise _bad(tensor, f"more than {MAX_STOP_STRINGS} texts", f"at most {MAX_STOP_STRINGS}")
         start = at + 4
         at = start + int.from_bytes(data[at:start], "little")
         if start > len(data) or at > len(data):
@@ -172,6 +187,8 @@ def _split(tensor: _Tensor, data: bytes) -> list[bytes]:
 
 
 def _check_count(tensor: _Tensor, count: int) -> None:
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise _bad(tensor, f"{len(tensor.shape)} dimensions", f"at most {MAX_DIMENSIONS}")
     if min(tensor.shape, default=0) < 0 or math.prod(tensor.shape) != count:
         raise _bad(tensor, f"{count} elements", f"as its shape {list(tensor.shape)[:8]} says")
 
@@ -211,7 +228,8 @@ def _read_parameters(asked: kserve_pb2.ModelInferRequest, request: router_pb2.Ge
             case _ if name in _NEUTRAL:
                 allowed = _NEUTRAL[name]
                 if allowed is not None and _value(parameter) not in allowed:
-                    raise NotBuilt(f"parameter {name} is not built", given=_value(parameter), hint="leave it out")
+                    given = repr(_value(parameter))[:64]
+                    raise NotBuilt(f"parameter {name} is not built", given=given, hint="leave it out")
             case _:
                 raise InvalidRequest(
                     "a parameter is not known",

@@ -133,6 +133,9 @@ def test_a_parameter_without_a_value_is_bad() -> None:
 def test_what_is_not_known_or_not_built_is_refused_by_name() -> None:
     assert reason(made(best_of=2)) == "UNKNOWN_PARAMETER"
     assert reason(made(sequence_id=5)) == "FEATURE_NOT_BUILT"
+    with pytest.raises(errors.NotBuilt) as caught:  # what is given comes back in metadata, which gRPC bounds
+        read_inference(made(sequence_id="x" * 100_000))
+    assert len(str(caught.value)) < 300
     assert read_inference(made(sequence_id=0, sequence_start=False, priority=0)).request.text == "hello"
     shared = made()
     shared.inputs[0].parameters["shared_memory_region"].string_param = "x"
@@ -173,6 +176,15 @@ def cut_raw(request: Request) -> None:
     request.raw_input_contents.append(b"\xff\xff\xff\x7fhi")
 
 
+def many_stops(request: Request) -> None:
+    tensor(request, "stop", "BYTES", [17]).contents.bytes_contents.extend([b"x"] * 17)
+
+
+def many_raw_stops(request: Request) -> None:
+    tensor(request, "stop", "BYTES", [1 << 20])
+    request.raw_input_contents.extend([b"\x05\0\0\0hello", b"\0\0\0\0" * (1 << 20)])
+
+
 BROKEN: list[tuple[Callable[[Request], Any], str]] = [
     (two_texts, "BAD_TENSOR"),
     (no_utf8, "BAD_UTF8"),
@@ -185,6 +197,13 @@ BROKEN: list[tuple[Callable[[Request], Any], str]] = [
     (lambda request: setattr(request.inputs[0], "datatype", "FP32"), "BAD_TENSOR"),
     (lambda request: request.inputs[0].ClearField("contents"), "BAD_TENSOR"),
     (lambda request: request.inputs[0].shape.append(5), "BAD_TENSOR"),
+    (lambda request: request.inputs[0].shape.extend([1] * 8), "BAD_TENSOR"),
+    # Hours of multiplying, or minutes of reading, on the event loop, if it were done.
+    (lambda request: request.inputs[0].shape.extend([2**62] * 1_000_000), "BAD_TENSOR"),
+    (lambda request: [request.outputs.add(name="token_ids") for _ in range(65)], "BAD_TENSOR"),
+    (lambda request: [request.inputs.add(name="x") for _ in range(64)], "BAD_TENSOR"),
+    (many_stops, "BAD_TENSOR"),
+    (many_raw_stops, "BAD_TENSOR"),
 ]
 
 
