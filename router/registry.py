@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 import structlog
@@ -22,6 +23,8 @@ from router.policy import Candidate, OwnLoad, Placement, candidate
 from router.relay import Relay
 
 log = structlog.get_logger("router")
+
+_T = TypeVar("_T")
 
 WELCOME_TIMEOUT_S = 10.0
 REFUSED_RETRY_S = 5.0
@@ -180,35 +183,37 @@ class WorkerLink:
 
     async def find(self, request_id: str, tenant: str, timeout_s: float) -> worker_pb2.FindResponse:
         """Whether it has this resumable sequence. Raises TailpackError when it cannot be asked."""
-        stub = self._stub
-        if stub is None:
-            raise Unavailable(f"worker {self.worker_id} is not connected")
-        try:
-            request = worker_pb2.FindRequest(request_id=request_id, tenant=tenant)
-            return await stub.Find(request, timeout=timeout_s)
-        except grpc.RpcError as failure:
-            raise rpc.error_from(failure) from failure
+        request = worker_pb2.FindRequest(request_id=request_id, tenant=tenant)
+        return await self._ask(lambda stub: stub.Find(request, timeout=timeout_s))
 
     async def abort_foreign(self, request_id: str, tenant: str, timeout_s: float) -> bool:
         """Ends a sequence that another router submitted. Raises TailpackError when the worker cannot be asked."""
-        stub = self._stub
-        if stub is None:
-            raise Unavailable(f"worker {self.worker_id} is not connected")
-        try:
-            request = worker_pb2.AbortRequest(request_id=request_id, tenant=tenant)
-            return (await stub.Abort(request, timeout=timeout_s)).found
-        except grpc.RpcError as failure:
-            raise rpc.error_from(failure) from failure
+        request = worker_pb2.AbortRequest(request_id=request_id, tenant=tenant)
+        return (await self._ask(lambda stub: stub.Abort(request, timeout=timeout_s))).found
 
     async def kv(self, timeout_s: float) -> kvstore_pb2.DeviceStats | None:
         """What the worker's kvstore says of its device; None where it cannot be asked now."""
-        if self._stub is None:
-            return None
+        request = worker_pb2.InfoRequest(with_kv=True)
         try:
-            answer = await self._stub.Info(worker_pb2.InfoRequest(with_kv=True), timeout=timeout_s)
-        except grpc.RpcError:
+            answer = await self._ask(lambda stub: stub.Info(request, timeout=timeout_s))
+        except TailpackError:
             return None
         return answer.kv if answer.HasField("kv") else None
+
+    async def _ask(self, call: Callable[[worker_pb2_grpc.WorkerAsyncStub], Awaitable[_T]]) -> _T:
+        """A call beside the session, on its channel. Raises TailpackError when the worker cannot be asked."""
+        if self._stub is None:
+            raise Unavailable(f"worker {self.worker_id} is not connected", retry_after_ms=500)
+        try:
+            return await call(self._stub)
+        except grpc.RpcError as failure:
+            raise rpc.error_from(failure) from failure
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # The session ended, and closing its channel cancelled this call: nobody cancelled who asks.
+            raise Unavailable(f"worker {self.worker_id} was lost while it was asked", retry_after_ms=500) from None
 
     def candidate(self) -> Candidate:
         return candidate(

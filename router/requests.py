@@ -112,7 +112,7 @@ class Requests:
     @property
     def num_in_flight(self) -> int:
         """Requests whose calls are open."""
-        return self.admission.num_in_flight - self.resumables.num_resumed
+        return self.admission.num_in_flight - self.resumables.num_resumed - self.resumables.num_looking
 
     # --- what the doors ask for ---
 

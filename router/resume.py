@@ -46,7 +46,9 @@ class Resumables:
     def __init__(self, requests: Requests) -> None:
         self.firsts: dict[str, First] = {}  # calls that place a request, by sequence id
         self.num_resumed = 0  # open calls of Resume
+        self.num_looking = 0  # calls that are no request yet: workers are asked whether they have its answer
         self._requests = requests
+        self._numbers = itertools.count()
 
     @asynccontextmanager
     async def generate(self, request: router_pb2.GenerateRequest, call: Call) -> AsyncIterator[Answer]:
@@ -63,7 +65,7 @@ class Resumables:
         try:
             check_request(request)
             digest = await _digest(request)
-            found = await self._find(call) if call.own_id else None
+            found = await self._find(call, request.ByteSize()) if call.own_id else None
             if found is not None and found.digest != digest:
                 raise AlreadyExists(
                     "another request with this id runs or is kept",
@@ -90,7 +92,7 @@ class Resumables:
             NotFound: UNKNOWN_REQUEST. InvalidRequest: BAD_OFFSET. Unavailable: a worker that may have it is away.
         """
         try:
-            found = await self._find(call, lost_may_have_it=True)
+            found = await self._find(call, request.ByteSize(), lost_may_have_it=True)
             if found is None:
                 raise _unknown(call)
             if request.token_offset > found.num_tokens:
@@ -103,18 +105,31 @@ class Resumables:
         ) as answer:
             yield answer
 
-    async def _find(self, call: Call, *, lost_may_have_it: bool = False) -> Found | None:
+    async def _find(self, call: Call, num_bytes: int, *, lost_may_have_it: bool = False) -> Found | None:
+        """Who has it. The call is admitted as any other meanwhile: it holds its request, and asks all workers."""
         wanted = call.sequence_id
         if not rpc.is_id(call.request_id):
             return None  # no request has such an id
-        while True:
-            while (first := self.firsts.get(wanted)) is not None:
-                await first.placed.wait()
-                if (found := first.found()) is not None:
+        admission, key = self._requests.admission, f"/looking/{next(self._numbers)}"
+        await admission.enter(call, _nothing_to_cancel, key=key)
+        self.num_looking += 1
+        try:
+            admission.hold(call, num_bytes, key=key)
+            while True:
+                while (first := self.firsts.get(wanted)) is not None:
+                    await first.placed.wait()
+                    if (found := first.found()) is not None:
+                        return found
+                found = await find(self._requests.registry, wanted, call.tenant, lost_may_have_it=lost_may_have_it)
+                if found is not None or wanted not in self.firsts:
                     return found
-            found = await find(self._requests.registry, wanted, call.tenant, lost_may_have_it=lost_may_have_it)
-            if found is not None or wanted not in self.firsts:
-                return found
+        finally:
+            self.num_looking -= 1
+            admission.leave(call, key=key)
+
+
+def _nothing_to_cancel() -> None:
+    """Cancel looks for ids, and what only looks for an answer is in under none."""
 
 
 class First(Answer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
+from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2
 from protos.errors import TailpackError
 from router import find, relay
 from router.admission import Call
@@ -580,4 +580,60 @@ async def test_bad_grace_times_are_refused(folder: Path, fields: dict[str, Any],
         assert (await refusal(s.here.generate(ask(**fields), "r"))).reason == reason
         assert (await refusal(s.here.resume(""))).reason == "EMPTY_REQUEST_ID"
         assert not s.worker.submits
+        await s.settled()
+
+
+@dataclass
+class Hush:
+    """Workers that say nothing to Find until they may."""
+
+    asked: int = 0
+    may: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@pytest.fixture
+def hush(monkeypatch: pytest.MonkeyPatch) -> Hush:
+    hush, answer = Hush(), FakeWorker.Find
+
+    async def find_later(self: FakeWorker, request: worker_pb2.FindRequest, context: Any) -> worker_pb2.FindResponse:
+        hush.asked += 1
+        await hush.may.wait()
+        return await answer(self, request, context)
+
+    monkeypatch.setattr(FakeWorker, "Find", find_later)
+    monkeypatch.setattr(find, "FIND_TIMEOUT_S", 20.0)
+    return hush
+
+
+async def test_looking_for_an_answer_is_admitted_like_a_request(folder: Path, hush: Hush) -> None:
+    """It holds its caller's message and asks every worker, so neither is to be had without limit."""
+    async with scene(folder, Script([65, EOS]), max_in_flight=2) as s:
+        first = asyncio.create_task(read(s.here.generate(ask(), "first")))
+        second = asyncio.create_task(refusal(s.here.resume("second")))
+        await until(lambda: hush.asked == 2)
+        assert s.it.requests.admission.held_bytes > 0
+        stats = await s.here.stats()
+        assert (stats.requests, stats.in_flight, stats.streams) == (0, 0, 2)
+        for call in (s.here.generate(ask(), "third"), s.here.resume("third")):
+            assert (await refusal(call)).reason == "TOO_MANY_REQUESTS"
+        assert hush.asked == 2
+        hush.may.set()
+        assert (await first)[-1].finish_reason == types_pb2.FINISH_REASON_EOS
+        assert (await second).reason == "UNKNOWN_REQUEST"
+        await s.settled()
+        assert s.it.requests.admission.held_bytes == 0
+
+
+async def test_a_session_that_ends_while_its_worker_is_asked_is_not_the_callers_cancel(
+    folder: Path, hush: Hush
+) -> None:
+    async with scene(folder, Script([65, EOS])) as s:
+        asking = asyncio.create_task(refusal(s.here.resume("r-1")))
+        await until(lambda: hush.asked == 1)
+        for outbox in s.worker.outboxes:  # a second welcome: the router ends the session, and closes its channel
+            outbox.put_nowait(worker_pb2.WorkerMessage(welcome=worker_pb2.Welcome()))
+        error = await asking
+        assert (type(error), error.reason) == (errors.Unavailable, "WORKER_NOT_ASKED")
+        assert "was lost while it was asked" in str(error.given)
+        hush.may.set()
         await s.settled()
