@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -43,7 +44,17 @@ def cgroup_room(membership: str, root: Path) -> list[int]:
         membership: the text of /proc/self/cgroup.
         root: where cgroupfs is mounted; version 2, or version 1 with its "memory" hierarchy.
     """
-    room = []
+    # File cache that is not in use is given back before the limit hurts.
+    return [max(0, limit - usage + cache) for limit, usage, cache in _limited(membership, root)]
+
+
+def cgroup_limit(membership: str, root: Path) -> int | None:
+    """The lowest memory limit of those cgroups; None where there is none. Arguments as for ``cgroup_room``."""
+    return min((limit for limit, _, _ in _limited(membership, root)), default=None)
+
+
+def _limited(membership: str, root: Path) -> Iterator[tuple[int, int, int]]:
+    """(limit, usage, inactive file cache) of each cgroup that has a limit."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -62,12 +73,10 @@ def cgroup_room(membership: str, root: Path) -> list[int]:
         while True:
             limit, usage = _number(group / limit_file), _number(group / usage_file)
             if limit is not None and usage is not None:
-                # File cache that is not in use is given back before the limit hurts.
-                room.append(max(0, limit - usage + _stat(group / "memory.stat", cache_key)))
+                yield limit, usage, _stat(group / "memory.stat", cache_key)
             if group == base:
                 break
             group = group.parent
-    return room
 
 
 def _number(path: Path) -> int | None:

@@ -34,6 +34,7 @@ COMMANDS = {
     "bench": LazyCommand("router.bench_cli:bench_group", "Measure a cluster under load.", everyday=True),
     "features": LazyCommand("router.features_cli:features", "Show what was asked for and what is engaged."),
     "size": LazyCommand("worker.size_cli:size", "Show what a model and its KV will take of a GPU.", everyday=True),
+    "doctor": LazyCommand("worker.doctor_cli:doctor", "Check a running deployment, and say what to do.", everyday=True),
     "memory": LazyCommand("worker.memory_cli:memory", "Show what takes memory, by owner.", everyday=True),
     "router": LazyCommand("router.cli:router_group", "Run a router by itself."),
     "worker": LazyCommand("worker.cli:worker_group", "Run a worker by itself."),
