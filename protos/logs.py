@@ -12,8 +12,9 @@ from __future__ import annotations
 import json as json_library
 import logging
 import sys
-from collections.abc import Mapping
-from typing import Any, TextIO
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from typing import TextIO
 
 import msgspec
 import structlog
@@ -46,26 +47,32 @@ class _Lines:
 
     def __init__(self, handler: logging.StreamHandler[TextIO]) -> None:
         self._handler = handler
+        self._lock = handler.lock or nullcontext()
 
     def msg(self, line: str) -> None:
-        self._handler.acquire()
-        try:
-            self._handler.stream.write(f"{line}\n")
-            self._handler.stream.flush()
-        except (OSError, ValueError):
-            pass  # nobody reads it any more; what was to be logged must not fail for that
-        finally:
-            self._handler.release()
+        with self._lock:
+            try:
+                self._handler.stream.write(f"{line}\n")
+                self._handler.stream.flush()
+            except (OSError, ValueError):
+                pass  # nobody reads it any more; what was to be logged must not fail for that
 
     debug = info = warning = error = critical = exception = msg
+
+
+def _now(utc: bool) -> str:
+    """For programs to the microsecond, in UTC; for people the time of day."""
+    return f"{datetime.now(UTC).isoformat()[:-6]}Z" if utc else datetime.now().strftime("%H:%M:%S")
 
 
 _QUICK = msgspec.json.Encoder(enc_hook=repr)
 _EXACT = json_library.JSONEncoder(default=repr)
 
 
-def _to_json(event: Mapping[str, Any], **_settings: object) -> str:
+def _to_json(logger: object, method: str, event: EventDict) -> str:
     """In ASCII, so that no terminal takes any of it for a command. Nearly all lines are so by themselves."""
+    if "exc_info" in event:
+        event = structlog.processors.format_exc_info(logger, method, event)
     try:
         line = _QUICK.encode(event)
     except (ValueError, OverflowError):  # half a surrogate pair; a number of more than 64 bits
@@ -85,17 +92,13 @@ def configure(component: str, json: bool | None = None, level: str = "info") -> 
     if json is None:
         json = not sys.stderr.isatty()
 
-    stamp = (
-        structlog.processors.TimeStamper(fmt="iso", utc=True) if json else structlog.processors.TimeStamper("%H:%M:%S")
-    )
-
-    def begin(logger: object, method: str, event: EventDict) -> EventDict:
+    def begin(_logger: object, method: str, event: EventDict) -> EventDict:
         """When, how bad, who, what; then the rest as it was given."""
-        first = {"timestamp": None, "level": method, "component": component, "event": event.pop("event")}
-        return stamp(logger, method, {**first, **event})
+        what = event.pop("event")
+        return {"timestamp": _now(json), "level": method, "component": component, "event": what, **event}
 
     render: list[Processor] = (
-        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)]
+        [_to_json]
         if json
         else [
             _for_people,

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from protos.errors import AlreadyExists, CapacityError, InvalidRequest, Unavailable
 from router.tenants import Tenants
@@ -57,7 +58,7 @@ class Call:
     door: str = "grpc"
     own_id: bool = True
 
-    @property
+    @cached_property
     def sequence_id(self) -> str:
         return sequence_id(self.tenant, self.request_id)
 
@@ -119,7 +120,9 @@ class Admission:
             InvalidRequest: BAD_REQUEST_ID. AlreadyExists: DUPLICATE_REQUEST.
         """
         wanted = key or call.sequence_id
-        await self._id_free(wanted)
+        taken = wanted in self._entries or self._runs_elsewhere(wanted)
+        if taken:
+            await self._id_free(wanted)
         if self.draining:
             raise Unavailable(
                 "this router is shutting down", reason="DRAINING", hint="use another", retry_after_ms=1000
@@ -139,7 +142,7 @@ class Admission:
                 given=f"{len(call.tenant)} and {len(call.request_id)} characters",
                 allowed=f"{MAX_SEQUENCE_ID_BYTES - 1} together",
             )
-        if wanted in self._entries or self._runs_elsewhere(wanted):
+        if taken and (wanted in self._entries or self._runs_elsewhere(wanted)):
             raise AlreadyExists("a request with this id is running", reason="DUPLICATE_REQUEST", given=call.request_id)
         self._tenants.enter(call.tenant)
         self._entries[wanted] = _Entry(cancel, time.monotonic_ns())

@@ -17,8 +17,6 @@ from typing import Any
 
 from protos.errors import ModelError
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
-
 
 @dataclass(frozen=True)
 class TokenBytes:
@@ -31,9 +29,11 @@ class TokenBytes:
     table: tuple[bytes, ...]
     strip_start: int = 0
 
-    def __getitem__(self, token_id: int) -> bytes:
+    def of(self, token_ids: Iterable[int], hidden: frozenset[int]) -> bytes:
+        """What these tokens add, without those that are hidden."""
+        table, size = self.table, len(self.table)
         # Models round their vocabulary up: an id behind the tokenizer's last one has no text.
-        return self.table[token_id] if token_id < len(self.table) else b""
+        return b"".join([table[i] for i in token_ids if i < size and i not in hidden])
 
 
 class Detokenizer:
@@ -48,23 +48,28 @@ class Detokenizer:
     def __init__(self, tokens: TokenBytes, hidden: frozenset[int] = frozenset(), *, text_begins: bool = True) -> None:
         self._tokens = tokens
         self._hidden = hidden
-        self._decoder = _UTF8(errors="replace")
+        self._incomplete = b""  # the beginning of a character
         self._strip = tokens.strip_start if text_begins else 0
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        tokens, hidden = self._tokens, self._hidden
-        data = b"".join([tokens[token_id] for token_id in token_ids if token_id not in hidden])
+        data = self._tokens.of(token_ids, self._hidden)
         while self._strip and data:
             if data[0] != 0x20:
                 self._strip = 0
                 break
             data, self._strip = data[1:], self._strip - 1
-        return self._decoder.decode(data)
+        return self._decode(data)
 
     def flush(self) -> str:
         """At the end: U+FFFD once if the last character is incomplete, else nothing."""
-        return self._decoder.decode(b"", final=True)
+        return self._decode(b"", final=True) if self._incomplete else ""
+
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        data = self._incomplete + data
+        text, consumed = codecs.utf_8_decode(data, "replace", final)
+        self._incomplete = data[consumed:]
+        return text
 
 
 def token_bytes(

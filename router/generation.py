@@ -264,7 +264,8 @@ class Answer:
         if self._entered:
             self._requests.admission.leave(self.call, key=self._key)
         self._account(outcome, reason)
-        self._end_spans(reason, error)
+        if self._requests.tracing is not None:
+            self._end_spans(reason, error)
 
     def _end_spans(self, reason: str, error: BaseException | None) -> None:
         failed = error_name(error) if isinstance(error, Exception) else None
@@ -296,11 +297,15 @@ class Answer:
         """Counts the request, and logs its one line."""
         total_ns = time.monotonic_ns() - self._started_ns
         self._count(outcome, reason, total_ns)
-        relay = self._relay
-        usage = timings = pace = None
+        relay, tokenized_ns = self._relay, self._tokenized_ns
+        usage = timings = ttft_ns = itl_mean_ns = itl_max_ns = None
         num_tokens = 0
         if relay is not None:
-            pace, num_tokens = relay.pace, relay.num_tokens
+            num_tokens, pace = relay.num_tokens, relay.pace
+            if pace.first_ns is not None:
+                ttft_ns = pace.first_ns - self._started_ns
+            if num_tokens > 1:
+                itl_mean_ns, itl_max_ns = pace.mean_gap_ns(num_tokens), pace.longest_gap_ns
             if relay.last_output is not None:
                 usage, timings = relay.last_output.usage, relay.last_output.timings
         log.info(
@@ -317,14 +322,14 @@ class Answer:
             prefix_exact=usage.prefix_exact if usage else None,
             output_tokens=num_tokens,
             retries=self._num_retries,
-            tokenize_ms=_ms(self._started_ns, self._tokenized_ns),
-            queue_ms=_ms(0, timings.queue_ns) if timings else None,
-            prefill_ms=_ms(0, timings.prefill_ns) if timings else None,
-            decode_ms=_ms(0, timings.decode_ns) if timings else None,
-            ttft_ms=_ms(self._started_ns, pace.first_ns if pace else None),
-            itl_mean_ms=_ms(0, pace.mean_gap_ns(num_tokens)) if pace else None,
-            itl_max_ms=_ms(0, pace.longest_gap_ns) if pace and num_tokens > 1 else None,
-            total_ms=_ms(0, total_ns),
+            tokenize_ms=None if tokenized_ns is None else _ms(tokenized_ns - self._started_ns),
+            queue_ms=None if timings is None else _ms(timings.queue_ns),
+            prefill_ms=None if timings is None else _ms(timings.prefill_ns),
+            decode_ms=None if timings is None else _ms(timings.decode_ns),
+            ttft_ms=None if ttft_ns is None else _ms(ttft_ns),
+            itl_mean_ms=None if itl_mean_ns is None else _ms(itl_mean_ns),
+            itl_max_ms=None if itl_max_ns is None else _ms(itl_max_ns),
+            total_ms=_ms(total_ns),
             traceparent=self.call.traceparent or None,
             **({"prompt": prompt_text(self._request)} if self._requests.log_prompts else {}),
         )
@@ -357,5 +362,5 @@ def _ran_out(deadline_s: float | None, remaining_s: float | None) -> bool:
 _SHORT = {number: name.removeprefix("FINISH_REASON_") for name, number in types_pb2.FinishReason.items()}
 
 
-def _ms(start_ns: int, end_ns: int | None) -> float | None:
-    return None if end_ns is None else round((end_ns - start_ns) / 1e6, 2)
+def _ms(ns: int) -> float:
+    return round(ns / 1e6, 2)

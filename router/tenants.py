@@ -70,7 +70,8 @@ class Tenants:
                 allowed=limits.max_requests,
                 retry_after_ms=RETRY_MS,
             )
-        self._check_tokens(limits, use, 1)
+        if limits.tokens_per_minute is not None:
+            self._check_tokens(limits.tokens_per_minute, use, 1)
         use.num_requests += 1
         self._uses[tenant] = use
 
@@ -104,14 +105,16 @@ class Tenants:
         Raises:
             CapacityError: TENANT_LIMIT_TOKENS, with the time after which there is enough if nothing else is charged.
         """
-        limits, use = self._limits_of(tenant), self._uses[tenant]
-        self._check_tokens(limits, use, num_tokens)
-        self.charge(tenant, num_tokens)
+        limits = self._limits_of(tenant)
+        if limits.tokens_per_minute is not None:
+            self._check_tokens(limits.tokens_per_minute, self._uses[tenant], num_tokens)
+            self.charge(tenant, num_tokens)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Charges output tokens, or gives a prompt's back (negative) that no worker has seen."""
-        limits, use = self._limits_of(tenant), self._uses[tenant]
+        limits = self._limits_of(tenant)
         if limits.tokens_per_minute is not None:
+            use = self._uses[tenant]
             self._refill(limits.tokens_per_minute, use)
             use.spent = max(0.0, use.spent + num_tokens)
 
@@ -129,10 +132,7 @@ class Tenants:
     def _use(self, tenant: str) -> _Use:
         return self._uses.get(tenant) or _Use(at_s=self._now_s())
 
-    def _check_tokens(self, limits: TenantLimits, use: _Use, num_tokens: int) -> None:
-        rate = limits.tokens_per_minute
-        if rate is None:
-            return
+    def _check_tokens(self, rate: int, use: _Use, num_tokens: int) -> None:
         self._refill(rate, use)
         lacking = min(num_tokens, rate) - (rate - use.spent)
         if lacking > 0:

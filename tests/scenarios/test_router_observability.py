@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -220,6 +219,10 @@ def captured_logs(level: str) -> Iterator[io.StringIO]:
         root.handlers[:], root.level = before
 
 
+def lines_of(log: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.getvalue().splitlines()]
+
+
 def request_of(prompt: str | router_pb2.Chat, **fields: Any) -> router_pb2.GenerateRequest:
     """As it is, unchecked by any client."""
     stop = types_pb2.StopConditions(max_tokens=2)
@@ -280,7 +283,7 @@ async def test_no_log_holds_what_callers_wrote(folder: Path, level: str, monkeyp
                 await send_marked(c)
             await c.settled()
     assert "a bug in the tokenizer" in log.getvalue()  # tracebacks are there, without the values of variables
-    reasons = set(re.findall(r'"reason": "([A-Z_a-z]+)"', log.getvalue()))
+    reasons = {line.get("reason") for line in lines_of(log)}
     assert {"LENGTH", "UNKNOWN_MODEL", "PROMPT_TOO_LONG", "RuntimeError", "DEADLINE_EXCEEDED"} <= reasons
     assert MARKER not in log.getvalue()
 
@@ -294,6 +297,6 @@ async def test_prompts_are_logged_where_the_router_was_told_to(folder: Path) -> 
             with pytest.raises(TailpackError, match="PROMPT_TOO_LONG"):
                 await answer(c.client, "a" * 5000, max_tokens=1, chat=False)
             await c.settled()
-    prompts = [json.loads(line).get("prompt") for line in log.getvalue().splitlines() if '"event": "request"' in line]
+    prompts = [line.get("prompt") for line in lines_of(log) if line["event"] == "request"]
     assert prompts[:3] == [f"text {MARKER}", f"user: chat {MARKER}", "5 6 7"]
     assert prompts[3] == "a" * 4096 + "... (5000 characters)"
