@@ -90,6 +90,7 @@ class Endpoint:
         await events.end()
 
     def _writer(self, asked: Asked, request_id: str) -> AnswerWriter:
+        tokens = self._requests.tokenizer.tokens
         links = self._requests.registry.links.values()
         infos = [link.info.model for link in links if link.info is not None]
         info = next((info for info in infos if asked.model in ("", info.name)), types_pb2.ModelInfo())
@@ -99,7 +100,7 @@ class Endpoint:
             model=info.name,  # of no model: the request is about to be refused
             created_s=int(time.time()),
             fingerprint=f"fp_{info.weights_digest.hex()[:12]}" if info.weights_digest else None,
-            token_bytes=self._requests.tokenizer.tokens.__getitem__,
+            token_bytes=lambda token_id: tokens.of((token_id,), frozenset()),
             token_name=self._requests.tokenizer.token_name,
             hidden=frozenset() if asked.ignore_eos else frozenset(info.eos_token_ids),
         )
