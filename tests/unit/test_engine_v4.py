@@ -26,6 +26,7 @@ from worker.model_runner import check_tiles
 from worker.models import deepseek_v4_attention
 from worker.models.deepseek_v4_geometry import CSA_ROW
 from worker.models.deepseek_v4_indexer import choose
+from worker.models.deepseek_v4_kv_rows import KvRows
 from worker.sequence import Sequence, StepResult
 
 GAP = 1e-6
@@ -185,8 +186,21 @@ def test_600_steps_with_rollbacks_have_the_same_bits_in_every_mode(pairs: Callab
             assert other.engine.load().pages_packed == (4 if mode == TURBOQUANT else 0)
 
 
-def test_packed_compressed_rows_are_read_as_chosen_and_cost_little(small: Reference) -> None:
+def test_packed_compressed_rows_are_read_as_chosen_and_cost_little(
+    small: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Off by default: nobody serves V4 like this. Before the first page is packed nothing differs."""
+    real = KvRows.chosen
+
+    def compared(self: KvRows, span: int, layer: int, kind: str, numbers: torch.Tensor) -> torch.Tensor:
+        rows, at = real(self, span, layer, kind, numbers), self._batch.spans[span]
+        counted = dict(self._kv.counters.rows_dequantised)
+        if at.num_rows == 1:
+            assert torch.equal(rows, self.held(span, layer, kind, 0, (at.start + 1) // 4)[numbers])
+        self._kv.counters.rows_dequantised.update(counted)
+        return rows
+
+    monkeypatch.setattr(KvRows, "chosen", compared)
     ids = prompt(1, 200) + prompt(2, 150)
     divergences = []
     for chunk in (1, 100):
@@ -365,7 +379,7 @@ def test_what_was_dropped_and_what_was_forked_go_on_as_they_were(small: Referenc
 
 # --- deterministic mode, and guesses ---
 
-LENGTHS = (1, 30, 120, 127, 128)
+LENGTHS = (1, 30, 127, 128, 150)
 
 
 @pytest.fixture(scope="module")
@@ -416,8 +430,8 @@ def test_deterministic_mode_holds_in_company_and_dropped(drafting: Reference, pl
 def test_guesses_change_no_token_and_no_bit(
     drafting: Reference, plain: dict[str, V4Harness], drafts: int, mode: tuple[str, str], oracle: int
 ) -> None:
-    """``oracle``: guesses are right but at page and block boundaries and by chance; 0: they are the MTP block's own,
-    which of random weights are rarely right.
+    """``oracle``: guesses are right but by chance and at boundaries of blocks and pages, and where raw rows are sealed
+    (160); 0: they are the MTP block's own, which of random weights are rarely right.
     """
     harness = V4Harness(drafting, mode=mode, deterministic=True, max_running=4, prefill_chunk=256, drafts=drafts)
     drafter = harness.engine._drafter
@@ -432,7 +446,7 @@ def test_guesses_change_no_token_and_no_bit(
                 prompt(sequence.num_prompt, sequence.num_prompt)
                 + plain[sequence.request.request_id].tokens(sequence.request.request_id)
             )[at : at + len(sequence.drafts)]
-            wrong = [(at + i) % 128 in (0, 1, 127) or rng.random() < 0.15 for i in range(len(right))]
+            wrong = [(at + i) % 32 in (0, 1, 31) or rng.random() < 0.15 for i in range(len(right))]
             sequence.drafts = [(token + missed) % 97 for token, missed in zip(right, wrong, strict=True)]
 
     if oracle:
@@ -443,6 +457,9 @@ def test_guesses_change_no_token_and_no_bit(
     print(f"{load.tokens_accepted} of {load.tokens_drafted} accepted in {load.num_steps} steps")
     assert 0 < load.tokens_accepted < load.tokens_drafted
     assert load.tokens_emitted == 24 * len(LENGTHS) and harness.dequantised == 0
+    for name, pages in harness.attachment.control.pages.items():
+        published = pages["hash"].any(axis=1)
+        assert (pages["checksum"][published] != 0).all(), f"a page of {name} was packed before its tokens were certain"
     assert harness.attachment.verify() == []
 
 
