@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import sys
@@ -65,6 +66,16 @@ def help_all_option() -> click.Option:
         callback=_print_help_all,
         help="Show every option and exit.",
     )
+
+
+class FiniteRange(click.FloatRange):
+    """click's, which lets NaN through where both ends are compared with, and infinity where an end is open."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{number} is no finite number.", param, ctx)
+        return number
 
 
 class HelpAllCommand(click.Command):

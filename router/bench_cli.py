@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.live import Live
 
 from protos import rpc
-from protos.cli_options import advanced_option
+from protos.cli_options import FiniteRange, advanced_option
 from protos.errors import ConfigError, TailpackError
 from router.answer_output import explained
 from router.bench_load import Load, Run, run_load
-from router.bench_plot import check_installed, plot
+from router.bench_plot import check_can_plot, plot
 from router.bench_report import records, show
 from router.bench_statistics import Mix
 from router.client import PREFIX_REUSE, RetryPolicy
@@ -48,19 +48,19 @@ _OUT = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 @click.group(name="bench", invoke_without_command=True)
 @click.option("--concurrency", type=click.IntRange(1, 4096), metavar="N", help="Closed loop: N callers. [default: 8]")
-@click.option("--rate", type=click.FloatRange(0, 1e5, min_open=True), metavar="R", help="Open loop: R requests/s.")
+@click.option("--rate", type=FiniteRange(0, 1e5, min_open=True), metavar="R", help="Open loop: R requests/s.")
 @click.option("--prompt-tokens", type=mix, default="128", show_default=True, metavar="MIX", help="Length of prompts.")
 @click.option("--max-tokens", type=mix, default="64", show_default=True, metavar="MIX", help="Length of answers.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0, 86400, min_open=True),
+    type=FiniteRange(0, 86400, min_open=True),
     metavar="S",
     help="Measure for so long. [default: 10]",
 )
 @click.option("--requests", type=click.IntRange(1, 10_000_000), metavar="N", help="Measure so many instead.")
 @click.option(
     "--warmup-s",
-    type=click.FloatRange(0, 3600),
+    type=FiniteRange(0, 3600),
     default=2.0,
     show_default=True,
     help="Under load before, not measured.",
@@ -80,14 +80,14 @@ _OUT = click.Path(dir_okay=False, writable=True, path_type=Path)
 )
 @advanced_option(
     "--drain-s",
-    type=click.FloatRange(0, 3600),
+    type=FiniteRange(0, 3600),
     default=30.0,
     show_default=True,
     help="Wait so long at the end for what runs; the rest is ended, as UNFINISHED.",
 )
 @advanced_option(
     "--timeout-s",
-    type=click.FloatRange(0, 86400, min_open=True),
+    type=FiniteRange(0, 86400, min_open=True),
     default=300.0,
     show_default=True,
     help="Deadline of each request.",
@@ -133,7 +133,9 @@ def bench_group(
     if seconds and requests:
         raise click.UsageError("--seconds or --requests bound the run: give one of them")
     if plot_file is not None:
-        check_installed()
+        if json_file is not None and json_file.absolute() == plot_file.absolute():
+            raise click.UsageError("--json and --plot name the same file: give each its own")
+        check_can_plot(plot_file)
     for file in (json_file, plot_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError("its folder is not there", reason="BAD_PATH", given=file, hint="make it first")

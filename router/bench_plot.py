@@ -12,16 +12,22 @@ from router.bench_report import name
 from router.bench_statistics import Durations
 
 
-def check_installed() -> None:
-    """Before a load test that takes minutes. Raises ConfigError (NOT_INSTALLED)."""
+def check_can_plot(file: Path) -> None:
+    """Before a load test that takes minutes. Raises ConfigError: NOT_INSTALLED, BAD_PLOT (a name without a form)."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "--plot needs matplotlib", reason="NOT_INSTALLED", hint="install it with `pip install 'tailpack[plots]'`"
         )
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if file.suffix[1:].lower() not in FigureCanvasBase.filetypes:
+        raise ConfigError(
+            "the plot cannot be written", reason="BAD_PLOT", given=file, allowed="a name that ends with .png or .svg"
+        )
 
 
 def plot(run: Run, file: Path, title: str | None) -> None:
-    """Writes the picture; its form follows from the file's name. Raises ConfigError for a name that has none."""
+    """Writes the picture; its form follows from the file's name, which check_can_plot has seen."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -46,8 +52,6 @@ def plot(run: Run, file: Path, title: str | None) -> None:
     _by_second(run, *axes[1])
     try:
         figure.savefig(file, dpi=110)
-    except ValueError as failure:  # an unknown ending
-        raise ConfigError("the plot cannot be written", reason="BAD_PLOT", given=file, hint=str(failure)) from None
     finally:
         pyplot.close(figure)
 

@@ -19,7 +19,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import click
 
 from protos import logs, router_pb2, rpc
-from protos.cli_options import HelpAllCommand, advanced_option
+from protos.cli_options import FiniteRange, HelpAllCommand, advanced_option
 from protos.errors import InvalidRequest, TailpackError
 from protos.health import health_option
 from protos.tls_options import client_tls, client_tls_options, server_tls, server_tls_options
@@ -65,7 +65,7 @@ def router_group() -> None:
     "--drain-s",
     default=60.0,
     show_default=True,
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Seconds that running streams may go on after SIGTERM.",
 )
 @advanced_option(

@@ -216,6 +216,10 @@ async def test_ctrl_c_ends_it_and_prints_what_there_is() -> None:
         (["--seconds", "5", "--requests", "2"], "one of them"),
         (["--prompt-tokens", "x"], "BAD_MIX"),
         (["--rate", "0"], "--rate"),
+        (["--rate", "nan"], "finite"),
+        (["--seconds", "nan"], "finite"),
+        (["--timeout-s", "nan"], "finite"),
+        (["--json", "p.png", "--plot", "p.png"], "same file"),
         (["engines"], "No such command"),
     ],
 )
@@ -231,6 +235,7 @@ def test_what_cannot_be_written_is_said_before_the_load(tmp_path: Path, monkeypa
         return result.exception.reason
 
     assert refused("--json", str(tmp_path / "none" / "r.jsonl")) == "BAD_PATH"
+    assert refused("--plot", str(tmp_path / "p.bmp")) == refused("--plot", str(tmp_path / "png")) == "BAD_PLOT"
     real: Callable[[str], Any] = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
     assert refused("--plot", str(tmp_path / "p.png")) == "NOT_INSTALLED"
