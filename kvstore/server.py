@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import resource
 import secrets
 import signal
 from collections.abc import Callable, Iterator
@@ -32,7 +31,6 @@ SOCKET_NAME = "kvstore.sock"
 FD_SOCKET_NAME = "kvstore-fds.sock"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path
 STOP_GRACE_S = 1.0
-MOST_DESCRIPTORS = 1 << 16  # a GPU's memory is a descriptor a GiB; the customary limit of 1,024 is too low for 8 GPUs
 
 
 async def serve(
@@ -59,8 +57,6 @@ async def serve(
         InternalError: an invariant broke.
     """
     socket_dir = socket_dir.absolute()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MOST_DESCRIPTORS), most))
     with _sole_store(socket_dir):
         fd_server = FdServer(socket_dir / FD_SOCKET_NAME)
         service = KvStoreService(fd_server, incarnation=secrets.token_hex(8), memory_limit=memory_limit)

@@ -217,10 +217,9 @@ async def serving_metrics(
     probe = EventLoopProbe()
     server = MetricsServer(partial(metrics_page, registry=registry), tls=tls)
     with exported(ProcessMetrics(component, probe), *collectors, registry=registry):
+        probing = asyncio.create_task(probe.run())
         try:
-            url = server.start(address)
-            probing = asyncio.create_task(probe.run())
-            yield url
-            probing.cancel()
+            yield server.start(address)
         finally:
+            probing.cancel()
             await asyncio.to_thread(server.stop)

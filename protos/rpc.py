@@ -276,13 +276,14 @@ def _rich_details(failure: grpc.RpcError) -> Sequence[any_pb2.Any]:
 
 # --- metadata ---
 
-_TOKEN = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
+_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
+ID_ALLOWED = "1 to 128 of A-Z a-z 0-9 . _ : -"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")
 
 
 def is_id(text: str) -> bool:
     """Whether a request or a tenant may have this id."""
-    return _TOKEN.match(text) is not None
+    return _ID.match(text) is not None
 
 
 @dataclass(frozen=True)
@@ -317,9 +318,7 @@ def read_metadata(sent: list[tuple[str, str]], proved_tenant: str | None = None)
     pairs = {key: _only(key, sent) or "" for key in ("x-request-id", "x-tenant")}
     for key, value in pairs.items():
         if value and not is_id(value):
-            raise errors.InvalidRequest(
-                f"metadata {key} is malformed", given=repr(value[:64]), allowed="1 to 128 of A-Z a-z 0-9 . _ : -"
-            )
+            raise errors.InvalidRequest(f"metadata {key} is malformed", given=repr(value[:64]), allowed=ID_ALLOWED)
     traceparent = dict(sent).get("traceparent", "")
     return CallMetadata(
         request_id=pairs["x-request-id"] or new_request_id(),
@@ -754,7 +753,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def raise_descriptor_limit() -> None:
-    """A connection is a descriptor, and shells allow 1,024 by default. Processes started from here on have them too."""
+    """A connection is a descriptor, so is each GiB of a GPU's memory, and shells allow 1,024 by default. Processes
+    started from here on have them too.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

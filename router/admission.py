@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from protos import rpc
 from protos.errors import AlreadyExists, CapacityError, InvalidRequest, Unavailable
 from router.tenants import Tenants
 
@@ -34,7 +35,7 @@ def sequence_id(tenant: str, request_id: str) -> str:
             "request_id is malformed",
             reason="BAD_REQUEST_ID",
             given=repr(request_id[:64]),
-            allowed="1 to 128 of A-Z a-z 0-9 . _ : -",
+            allowed=rpc.ID_ALLOWED,
         )
     return f"{tenant}/{request_id}" if tenant else request_id
 

@@ -18,9 +18,7 @@ from protos.errors import (
     TailpackError,
     Unavailable,
 )
-
-DEFAULT_GRACE_MS = 30_000
-"""How long routers keep a resumable answer whose request names no time."""
+from protos.limits import DEFAULT_RESUME_GRACE_MS
 
 WRONG_DOOR = ("SERVER_CERTIFICATE_REFUSED", "TLS_NOT_SPOKEN")
 """Reasons of connections that fail the same way each time."""
@@ -96,7 +94,7 @@ class AnswerState:
         self._deadline_s = deadline_s
         self.resumable = request is None or request.resumable
         grace_ms = resume_grace_ms if request is None else request.resume_grace_ms
-        self._grace_s = (grace_ms or DEFAULT_GRACE_MS) / 1e3
+        self._grace_s = (grace_ms or DEFAULT_RESUME_GRACE_MS) / 1e3
         self._num_failures = 0  # in a row
         self._num_unknown = 0  # of these, routers that do not know the answer
         self._hint_s = 0.0  # the longest of this round

@@ -28,6 +28,7 @@ from typing import Any
 
 import structlog
 
+from protos import rpc
 from protos.errors import ConfigError, InvalidRequest, PermissionDenied, TailpackError, Unauthenticated
 from router.tenants import NO_LIMITS, TenantLimits
 
@@ -39,8 +40,6 @@ MAX_FILE_BYTES = 1 << 20
 CHECK_EVERY_S = 1.0
 
 _TOKEN = re.compile(r"tp_[A-Za-z0-9_-]{43}\Z")
-_TENANT = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
-_TENANT_ALLOWED = "1 to 128 of A-Z a-z 0-9 . _ : -"
 _HASH = re.compile(r"sha256:([0-9a-f]{64})\Z")
 _LIMITS = tuple(field.name for field in fields(TenantLimits))
 
@@ -62,9 +61,9 @@ def file_lines(tenant: str, token: str) -> str:
 
 def check_tenant(tenant: str) -> None:
     """Raises InvalidRequest (BAD_TENANT)."""
-    if not _TENANT.match(tenant):
+    if not rpc.is_id(tenant):
         raise InvalidRequest(
-            "this is no name of a tenant", reason="BAD_TENANT", given=repr(tenant[:128]), allowed=_TENANT_ALLOWED
+            "this is no name of a tenant", reason="BAD_TENANT", given=repr(tenant[:128]), allowed=rpc.ID_ALLOWED
         )
 
 
@@ -218,8 +217,8 @@ def read_tokens(path: Path) -> TokensFile:
 
 
 def _read_limits(path: Path, tenant: str, table: Any) -> TenantLimits:
-    if not _TENANT.match(tenant):
-        raise _bad(path, f"{tenant!r} is no name of a tenant", _TENANT_ALLOWED)
+    if not rpc.is_id(tenant):
+        raise _bad(path, f"{tenant!r} is no name of a tenant", rpc.ID_ALLOWED)
     if not isinstance(table, dict) or not set(table) <= {"tokens", *_LIMITS}:
         unknown = sorted(set(table) - {"tokens", *_LIMITS}) if isinstance(table, dict) else [repr(table)[:64]]
         raise _bad(path, f"tenant {tenant} has {', '.join(unknown)}", f"tokens, {', '.join(_LIMITS)}")

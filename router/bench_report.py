@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from protos.metrics import build_version
 from router.bench_load import Run
 from router.bench_statistics import Durations
 
@@ -118,7 +119,7 @@ def records(run: Run, label: str | None) -> list[dict[str, Any]]:
         "machine": f"{platform.machine()}, {psutil.cpu_count()} CPUs, {_cpu_model()} (the load generator's)",
         "load_average": [round(load, 1) for load in psutil.getloadavg()],
         "versions": {package: version(package) for package in ("grpcio", "protobuf")}
-        | {"python": platform.python_version(), "tailpack": _own_version()},
+        | {"python": platform.python_version(), "tailpack": build_version()},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "command": shlex.join(["tailpack", *sys.argv[1:]]),
@@ -165,13 +166,6 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-
-
-def _own_version() -> str:
-    try:
-        return version("tailpack")
-    except PackageNotFoundError:
-        return "source tree"
 
 
 def _commit() -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from protos import kvstore_pb2, router_pb2, types_pb2
+from protos.histogram import quantile
 
 MAX_POINTS = 512
 WINDOW = 10
@@ -152,29 +153,10 @@ def view(look: Look, before: Look | None = None) -> View:
     )
 
 
-def quantile(histogram: router_pb2.Histogram, share: float) -> float | None:
-    """Seconds below which this share of a histogram's durations lie, linear inside a bucket; None of an empty one.
-
-    Above the last bound there is no telling how far: the bound itself.
-    """
-    total = sum(histogram.counts)
-    if not total:
-        return None
-    wanted, below, lower = share * total, 0, 0.0
-    for bound, count in zip(histogram.upper_bounds_s, histogram.counts, strict=False):
-        if count and below + count >= wanted:
-            return lower + (bound - lower) * max(0.0, wanted - below) / count
-        below, lower = below + count, bound
-    return lower
-
-
 def _quantiles(now: router_pb2.Histogram, past: router_pb2.Histogram) -> Quantiles:
     past_counts = list(past.counts) or [0] * len(now.counts)
-    since = router_pb2.Histogram(
-        upper_bounds_s=now.upper_bounds_s,
-        counts=[count - old for count, old in zip(now.counts, past_counts, strict=True)],
-    )
-    return Quantiles(quantile(since, 0.5), quantile(since, 0.99))
+    since = [count - old for count, old in zip(now.counts, past_counts, strict=True)]
+    return Quantiles(quantile(now.upper_bounds_s, since, 0.5), quantile(now.upper_bounds_s, since, 0.99))
 
 
 def _past_load(

@@ -15,7 +15,7 @@ from protos.errors import TailpackError
 from protos.tls import ClientTls
 from protos.tls_options import client_tls, client_tls_options
 from protos.token_option import read_token, token_option
-from router.client import DEFAULT_ADDRESS, AsyncTailpack, RetryPolicy
+from router.client import DEFAULT_ADDRESS, AsyncTailpack, RetryPolicy, Tailpack
 from router.client_settings import ignore
 
 
@@ -37,6 +37,11 @@ class Connection:
         return AsyncTailpack(
             self.address, tenant=self.tenant, token=self.token, tls=self.tls, retry=retry, on_retry=on_retry
         )
+
+    def blocking_client(self) -> Tailpack:
+        """One that asks once. The caller closes it."""
+        retry = RetryPolicy(max_retries=0)
+        return Tailpack(self.address, tenant=self.tenant, token=self.token, tls=self.tls, retry=retry)
 
 
 _OPTIONS = (

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from protos import types_pb2
 from protos.cli_options import HelpAllCommand
-from router.client import RetryPolicy, Tailpack
 from router.connection_options import Connection, connection_options
 
 OFF = ("", "off")
@@ -48,13 +47,7 @@ def features(connection: Connection, as_json: bool) -> None:
     Something that was asked for and does not run is marked "not engaged". Evidence is a file under tests/bench/results:
     "none" means that no run of it on this hardware is on record. `tailpack kernels verify` shows what archives hold.
     """
-    with Tailpack(
-        connection.address,
-        tenant=connection.tenant,
-        token=connection.token,
-        tls=connection.tls,
-        retry=RetryPolicy(max_retries=0),
-    ) as client:
+    with connection.blocking_client() as client:
         stats, workers = client.stats(), client.list_workers()
     told = [(stats.router_id, stats.switches)]
     told += [(worker.info.worker_id, worker.info.switches) for worker in workers if worker.HasField("info")]

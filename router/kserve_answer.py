@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protos import kserve_pb2, router_pb2, types_pb2
+from protos import kserve_pb2, router_pb2
 from protos.errors import TailpackError
+from router.answer import finish_word
 from router.kserve_request import VERSION, Inference
 
 FINAL = "triton_final_response"
@@ -31,7 +32,7 @@ def inference_response(
     tensors: dict[str, tuple[str, Sequence[bytes | int]]] = {
         "text_output": ("BYTES", ["".join(chunk.text for chunk in chunks).encode()]),
         "token_ids": ("INT32", [token_id for chunk in chunks for token_id in chunk.token_ids]),
-        "finish_reason": ("BYTES", [_reason(last)]),
+        "finish_reason": ("BYTES", [finish_word(last.finish_reason).encode() if last.finish_reason else b""]),
     }
     for name in inference.outputs:
         datatype, values = tensors[name]
@@ -59,12 +60,6 @@ def stream_error(asked: kserve_pb2.ModelInferRequest, error: TailpackError) -> k
     response.infer_response.parameters[FINAL].bool_param = True
     response.infer_response.parameters["error_reason"].string_param = error.reason
     return response
-
-
-def _reason(chunk: router_pb2.GenerateResponse) -> bytes:
-    if not chunk.finish_reason:
-        return b""
-    return types_pb2.FinishReason.Name(chunk.finish_reason).removeprefix("FINISH_REASON_").lower().encode()
 
 
 def _raw(values: Sequence[bytes | int]) -> bytes:

@@ -23,13 +23,12 @@ from rich.text import Text
 
 from protos.cli_options import HelpAllCommand
 from protos.errors import ConfigError, TailpackError, Unavailable
-from router.client import RetryPolicy, Tailpack
+from router.client import Tailpack
 from router.cluster_view import History, Look, View, view
 from router.connection_options import Connection, connection_options
 from router.top_screen import duration, groups_table, screen, workers_table
 
 RATES_S = 0.5  # between the two looks that a status takes its rates from
-ONCE = RetryPolicy(max_retries=0)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -41,7 +40,7 @@ def status(connection: Connection, as_json: bool) -> None:
 
     Exit status: 0 a worker is ready, 1 none is or the router does not answer.
     """
-    with _client(connection) as client:
+    with connection.blocking_client() as client:
         first = _look(client)
         time.sleep(RATES_S)
         second = _look(client)
@@ -73,7 +72,7 @@ def top(connection: Connection, interval: float, looks: int | None) -> None:
         )
     history, shown, problem = History(), None, ""
     with (
-        _client(connection) as client,
+        connection.blocking_client() as client,
         _signals_end_it(),
         _keys() as ended,
         Live(console=console, screen=True, auto_refresh=False) as live,
@@ -96,12 +95,6 @@ def top(connection: Connection, interval: float, looks: int | None) -> None:
                     break
             if looks == 0:
                 return
-
-
-def _client(connection: Connection) -> Tailpack:
-    return Tailpack(
-        connection.address, tenant=connection.tenant, token=connection.token, tls=connection.tls, retry=ONCE
-    )
 
 
 def _look(client: Tailpack) -> Look:

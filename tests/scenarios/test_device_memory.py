@@ -16,7 +16,6 @@ from kvstore.arena import CHUNK_BYTES, MAX_CHUNKS
 from kvstore.client import Admitted, Attachment, Forked, OpenRequest
 from kvstore.fd_server import deliver, fetch
 from kvstore.geometry import CacheGeometry, LayerGroup, Region, apply_mode
-from kvstore.server import MOST_DESCRIPTORS
 from protos import kvstore_pb2, kvstore_pb2_grpc, rpc
 from protos.errors import (
     CapacityError,
@@ -375,7 +374,7 @@ def test_device_memory_does_not_count_against_the_stores_memory_limit() -> None:
 
 def test_the_store_may_hold_the_descriptors_of_many_gpus(store: StoreProcess) -> None:
     soft, hard = resource.prlimit(store.process.pid, resource.RLIMIT_NOFILE)
-    assert soft == min(hard, MOST_DESCRIPTORS) >= min(hard, 8 * MAX_CHUNKS)
+    assert soft >= min(hard, 8 * MAX_CHUNKS)
 
 
 def test_no_attachment_needs_more_descriptors_than_one_message_carries(store: StoreProcess) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from protos import kvstore_pb2, router_pb2, types_pb2
-from router.cluster_view import History, Look, quantile, view
+from router.cluster_view import History, Look, view
 from router.top_screen import screen, sparkline
 
 BOUNDS = [0.01, 0.1, 1.0]
@@ -69,21 +69,6 @@ def test_another_router_starts_the_curves_from_its_own_counts() -> None:
     other.stats.router_id = "router-2"
     assert history.add(other).requests_per_s > 0
     assert list(history.tokens_per_s) == []
-
-
-@pytest.mark.parametrize(
-    ("counts", "share", "seconds"),
-    [
-        ((0, 0, 0, 0), 0.5, None),
-        ((10, 0, 0, 0), 0.5, 0.005),
-        ((5, 5, 0, 0), 0.5, 0.01),
-        ((0, 10, 0, 0), 0.5, 0.055),
-        ((0, 0, 0, 3), 0.5, 1.0),  # above the last bound
-        ((99, 0, 1, 0), 0.99, 0.01),
-    ],
-)
-def test_quantiles_are_linear_inside_a_bucket(counts: tuple[int, ...], share: float, seconds: float | None) -> None:
-    assert quantile(histogram(*counts), share) == (None if seconds is None else pytest.approx(seconds))
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (100, 30), (60, 16)])

@@ -49,10 +49,19 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(observed: list[float], q:
     assert lower <= estimated <= upper
 
 
-def test_quantiles_at_the_edges() -> None:
-    assert quantile(BOUNDS, [0, 0, 0, 0], 0.5) is None
-    assert quantile(BOUNDS, [0, 4, 0, 0], 0.5) == pytest.approx(0.3)  # half of the way from 0.1 to 0.5
-    assert quantile(BOUNDS, [0, 0, 0, 3], 0.5) == 2.0  # above all bounds: the last of them
+@pytest.mark.parametrize(
+    ("counts", "share", "seconds"),
+    [
+        ((0, 0, 0, 0), 0.5, None),
+        ((10, 0, 0, 0), 0.5, 0.005),
+        ((5, 5, 0, 0), 0.5, 0.01),
+        ((0, 10, 0, 0), 0.5, 0.055),
+        ((0, 0, 0, 3), 0.5, 1.0),  # above the last bound
+        ((99, 0, 1, 0), 0.99, 0.01),
+    ],
+)
+def test_quantiles_are_linear_inside_a_bucket(counts: tuple[int, ...], share: float, seconds: float | None) -> None:
+    assert quantile((0.01, 0.1, 1.0), counts, share) == (None if seconds is None else pytest.approx(seconds))
 
 
 @pytest.mark.parametrize("bounds", [(), (1.0, 1.0), (2.0, 1.0)])
