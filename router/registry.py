@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -112,7 +113,8 @@ class WorkerLink:
         self._welcomed = False
         self._entries: dict[str, _Entry] = {}
         self._numbers = itertools.count(1)
-        self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
+        self._outbox: deque[worker_pb2.RouterMessage] = deque()
+        self._some_to_send = asyncio.Event()
         self._stub: worker_pb2_grpc.WorkerAsyncStub | None = None
 
     # --- what the service asks for ---
@@ -137,7 +139,7 @@ class WorkerLink:
         self.own.num_sequences += 1
         self.own.queued_tokens += placement.prompt_tokens
         self.own.num_pages += placement.num_pages
-        self._outbox.put_nowait(worker_pb2.RouterMessage(submit=submit))
+        self._send(worker_pb2.RouterMessage(submit=submit))
 
     def subscription_name(self, request_id: str) -> str:
         """A new one: ids have no "#"."""
@@ -149,18 +151,18 @@ class WorkerLink:
             raise Unavailable(f"worker {self.worker_id} cannot be asked", given=self.state, retry_after_ms=500)
         self._entries[name] = _Entry(relay, Placement(0, 0), counted=False)
         resume = worker_pb2.Resume(request_id=request_id, tenant=tenant, subscription_id=name)
-        self._outbox.put_nowait(worker_pb2.RouterMessage(resume=resume))
+        self._send(worker_pb2.RouterMessage(resume=resume))
 
     def abort(self, name: str, *, complete: bool = False) -> None:
         """Asks the worker to end a sequence; its relay hears the end. complete: it can still be resumed."""
         if name in self._entries:
             abort = worker_pb2.Abort(request_id=name, complete=complete)
-            self._outbox.put_nowait(worker_pb2.RouterMessage(abort=abort))
+            self._send(worker_pb2.RouterMessage(abort=abort))
 
     def more(self, name: str) -> None:
         """Asks for the next piece of a replay."""
         if name in self._entries:
-            self._outbox.put_nowait(worker_pb2.RouterMessage(more=worker_pb2.More(subscription_id=name)))
+            self._send(worker_pb2.RouterMessage(more=worker_pb2.More(subscription_id=name)))
 
     def leave(self, name: str, *, delivered: bool) -> None:
         """The caller is through with a resumable sequence, which goes on. Also said behind its end (worker.proto)."""
@@ -168,7 +170,7 @@ class WorkerLink:
             entry.relay = None
             self._uncount(entry)
         leave = worker_pb2.Leave(subscription_id=name, delivered=delivered)
-        self._outbox.put_nowait(worker_pb2.RouterMessage(leave=leave))
+        self._send(worker_pb2.RouterMessage(leave=leave))
 
     def detach(self, request_id: str) -> None:
         """The caller is through with a sequence: if it still runs, it is aborted and no longer counted."""
@@ -266,7 +268,7 @@ class WorkerLink:
 
     async def _session(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
         """One session from hello to its end."""
-        self._outbox = asyncio.Queue()
+        self._outbox.clear()
         call = stub.Session()
         writer: asyncio.Task[None] | None = None
         try:
@@ -305,7 +307,14 @@ class WorkerLink:
         # When the call is over the reader sees it too, and says why.
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             while True:
-                await call.write(await self._outbox.get())
+                await self._some_to_send.wait()
+                self._some_to_send.clear()
+                while self._outbox:
+                    await call.write(self._outbox.popleft())
+
+    def _send(self, message: worker_pb2.RouterMessage) -> None:
+        self._outbox.append(message)
+        self._some_to_send.set()
 
     def _take(self, message: worker_pb2.WorkerMessage) -> None:
         match message.WhichOneof("message"):

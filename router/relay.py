@@ -201,11 +201,13 @@ class Relay:
         """What was held back is no character and no stop string now. (U+FFFD may complete a stop string, though.)"""
         if self._stops.matched is not None:
             return
-        text = self._stops.push(self._detokenizer.flush())
-        if self._stops.matched is None:
-            text += self._stops.flush()
-        else:
-            self._reason = types_pb2.FINISH_REASON_STOP_STRING
+        text = self._detokenizer.flush()
+        if self._token_by_token:
+            text = self._stops.push(text)
+            if self._stops.matched is None:
+                text += self._stops.flush()
+            else:
+                self._reason = types_pb2.FINISH_REASON_STOP_STRING
         if self._skip is not None:
             text = self._new_text(self._skip, text)
         if text:
@@ -278,7 +280,8 @@ class Relay:
         chunk.token_offset = max(self.num_tokens, self._first_token) - len(chunk.token_ids)
         self._text_offset += len(chunk.text.encode())
         self._texts, self._pending_bytes = [], 0
-        self._ask_for_more()
+        if self._more_waits:
+            self._ask_for_more()
         if self.ended and self._error is None:
             self._last_chunk_taken = True
             self._complete(chunk)
