@@ -60,8 +60,8 @@ log = structlog.get_logger("engine")
 
 IDLE_REPORT_S = 1.0
 GROWTH_TOKENS = 256
-WARM_UP = "warm-up"  # id of the first sequence of all
 """In admission "recompute" a sequence is promised this much more than it has, again and again."""
+WARM_UP = "warm-up"  # id of the first sequence of all
 
 
 class Engine:
@@ -438,7 +438,7 @@ class Engine:
             w.sequence.first_run_ns = w.sequence.first_run_ns or now_ns
 
     def _sample(self, work: list[Work], step: Step) -> list[list[Drawn]]:
-        """What each work says: nothing before its newest token, one token behind it, and one more a guess that holds."""
+        """What each work says: nothing before its newest token, one token behind it, one more a guess that holds."""
         draws = [_draw(w.sequence) for w in work if w.wants_logits for _ in range(1 + w.num_drafts)]
         fresh = iter(sample(step.logits, draws))
         said: list[list[Drawn]] = []
