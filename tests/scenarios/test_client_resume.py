@@ -15,15 +15,10 @@ from router.client import Answer, AsyncTailpack, Chunk, RetryPolicy, Tailpack
 from tests.bench.bench_cancel import Cable
 from tests.scenarios.fake_worker import Script
 from tests.scenarios.router_harness import Harness, cluster, until
-from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
+from tests.scenarios.tiny_tokenizer import EOS
 
 TEXT = "Où est 日本 🎉? äöü"
 QUICK = RetryPolicy(first_delay_s=0.001, max_delay_s=0.05)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 @dataclass

@@ -31,26 +31,13 @@ from tests.scenarios.http_harness import (
     request_bytes,
 )
 from tests.scenarios.router_harness import until
-from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
+from tests.scenarios.tiny_tokenizer import EOS
 
 TEXT = "The capital of France is Paris. 日本語 👩‍👩‍👧‍👦 äöü 🎉 done"
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 ENDLESS = Script([70, 71, 72], endless=True, every_s=0.005)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def text_ids(folder: Path) -> list[int]:
-    tokenizer = Tokenizer(folder)
-    ids = tokenizer.encode(TEXT)
-    tokenizer.close()
-    return ids
 
 
 @pytest.fixture

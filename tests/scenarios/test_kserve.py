@@ -17,27 +17,13 @@ import pytest
 
 from protos import errors, kserve_pb2, kserve_pb2_grpc, rpc, worker_pb2
 from router import kserve
-from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import Script
 from tests.scenarios.router_harness import ROOT, Harness, cluster, until
-from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
+from tests.scenarios.tiny_tokenizer import EOS
 
 TEXT = "The capital of France is Paris. 日本語 🎉 done"
 ENDLESS = Script([70, 71, 72], endless=True, every_s=0.005)
 HANG_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def text_ids(folder: Path) -> list[int]:
-    tokenizer = Tokenizer(folder)
-    ids = tokenizer.encode(TEXT)
-    tokenizer.close()
-    return ids
 
 
 @asynccontextmanager

@@ -27,15 +27,9 @@ from router.metrics import RouterCollector
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import Script
 from tests.scenarios.router_harness import Harness, Process, answer, cluster, fake_worker_process, until
-from tests.scenarios.tiny_tokenizer import write_tokenizer
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 MARKER = "xyzzy-secret-plugh"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager

@@ -23,14 +23,9 @@ from router.client import AsyncTailpack
 from router.service import SERVICE_NAME
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 from tests.scenarios.router_harness import ONCE, ROOT, Process, answer, cluster, fake_worker_process, until
-from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
+from tests.scenarios.tiny_tokenizer import EOS
 
 IDS = [10, 11, 12, 13]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

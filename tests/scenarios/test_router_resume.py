@@ -23,26 +23,13 @@ from router.tokenizer import Tokenizer
 from tests.scenarios.cable import Cable
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 from tests.scenarios.router_harness import Answer, Harness, cluster, until
-from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
+from tests.scenarios.tiny_tokenizer import EOS
 from worker import resumable
 from worker.resumable import Limits
 
 TEXT = "Où est 日本語? 👩‍👩‍👧 äöü. STOP and more"
 STEP_S = 0.002
 Generate = router_pb2.GenerateRequest
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def text_ids(folder: Path) -> list[int]:
-    tokenizer = Tokenizer(folder)
-    ids = tokenizer.encode(TEXT)
-    tokenizer.close()
-    return ids
 
 
 @dataclass

@@ -22,25 +22,12 @@ from router.client import PREFIX_REUSE, AsyncTailpack, build_request
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 from tests.scenarios.router_harness import Answer, answer, cluster, until
-from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
+from tests.scenarios.tiny_tokenizer import EOS
 
 HANG_S = 20.0
 """A bound on what would otherwise hang, on a busy machine too; nothing is measured by it."""
 
 TEXT = "The capital of France is Paris. 日本語 👩‍👩‍👧‍👦 äöü 🎉 done"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def text_ids(folder: Path) -> list[int]:
-    tokenizer = Tokenizer(folder)
-    ids = tokenizer.encode(TEXT)
-    tokenizer.close()
-    return ids
 
 
 async def refused(chunks: AsyncIterator[router_pb2.GenerateResponse]) -> TailpackError:

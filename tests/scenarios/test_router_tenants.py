@@ -22,18 +22,13 @@ from router.tenants import TenantUse
 from tests.certificates import Authority
 from tests.scenarios.fake_worker import Script
 from tests.scenarios.router_harness import ONCE, Harness, answer, cluster, until
-from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
+from tests.scenarios.tiny_tokenizer import EOS
 
 HANG_S = 20.0
 """A bound on what would otherwise hang; nothing is measured by it."""
 
 ENDLESS = Script([5, 6], endless=True, every_s=0.002)
 TOKENS = {tenant: new_token() for tenant in ("a", "b")}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def tokens_file(path: Path, **limits: Mapping[str, int]) -> Authenticator:

@@ -22,14 +22,8 @@ from router.features_cli import features
 from router.status_cli import status, top
 from tests.scenarios.fake_worker import Script
 from tests.scenarios.router_harness import cluster
-from tests.scenarios.tiny_tokenizer import write_tokenizer
 
 ENTER_SCREEN, LEAVE_SCREEN, SHOW_CURSOR = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25h"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 async def invoke(command: object, *arguments: str) -> Result:
