@@ -101,8 +101,7 @@ class AsyncTailpack:
         """Ends what still runs, resumable answers too."""
         if self._closed:
             return
-        for state in list(self._open):
-            await self._end(state)
+        await asyncio.gather(*map(self._end, list(self._open)))
         self._closed = True
         for channel in self._channels.values():
             await channel.close()

@@ -27,7 +27,8 @@ from router.requests import Requests
 log = structlog.get_logger("http")
 
 _OPEN_PATHS = ("/health/live", "/health/ready", "/metrics")
-"""These need no token; they say nothing about anybody's requests."""
+"""These need no token: probes and Prometheus have none. They hold nothing of any request, but /metrics tells whoever
+reaches this door the tenants of the tokens file, and how many calls each has open."""
 
 
 class HttpDoor:
@@ -131,9 +132,8 @@ class HttpDoor:
 
     def _infos(self) -> dict[str, types_pb2.ModelInfo]:
         """Models by name, also those whose workers are away just now: a name that comes and goes is of no use."""
-        known = self._requests.registry.models()
         infos = [link.info.model for link in self._requests.registry.links.values() if link.info is not None]
-        return {info.name: info for info in infos if info.name in known}
+        return {info.name: info for info in infos}
 
     def _entry(self, info: types_pb2.ModelInfo) -> dict[str, Any]:
         return {

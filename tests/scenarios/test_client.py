@@ -363,6 +363,32 @@ async def test_closing_the_client_ends_what_runs(flavour: Flavour, resumable: bo
         await until(lambda: router.num_running == 0)
 
 
+async def test_closing_ends_several_answers_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, a router that does not answer would hold up each of them."""
+    asked, all_asked = 0, asyncio.Event()
+
+    async def cancel(self: FakeRouter, request: Any, context: Any) -> router_pb2.CancelResponse:
+        nonlocal asked
+        asked += 1
+        try:
+            if asked == 3:
+                all_asked.set()
+            await all_asked.wait()
+            return router_pb2.CancelResponse(found=True)
+        finally:
+            asked -= 1
+
+    monkeypatch.setattr(FakeRouter, "Cancel", cancel)
+    async with fake_routers(lambda call: Plan(at=1, hang=True)) as (router,):
+        client = OnLoop(router.address, retry=QUICK)
+        reading = [asyncio.create_task(client.collect(request_id=f"r{i}", resumable=True)) for i in range(3)]
+        await until(lambda: router.num_running == 3)
+        await client.call("close")
+        assert all_asked.is_set()
+        for one in reading:
+            assert isinstance(await fails(one), errors.RequestCancelled)
+
+
 # --- deadlines, and who calls ---
 
 
