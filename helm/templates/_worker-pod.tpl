@@ -1,0 +1,180 @@
+{{/* The pod of a worker group. Arguments: root, the group with its defaults, workers in a pod.
+
+One process namespace: the kvstore watches over the exit of a worker that lost its attachment, before it gives the memory
+to the next. Order: the kvstore is up before Ray starts, and stays until all else has ended. */}}
+{{- define "tailpack.workerPod" -}}
+{{- $root := index . 0 -}}
+{{- $group := index . 1 -}}
+{{- $perPod := index . 2 -}}
+{{- $p := include "tailpack.ports" $root | fromYaml -}}
+{{- $onGpu := gt (int $group.gpus) 0 -}}
+{{- $image := include "tailpack.image" (list $root (ternary "gpu" "cpu" $onGpu)) -}}
+{{- $arenaMiB := $onGpu | ternary 0 (mul $perPod (int $group.kvMiB)) -}}
+{{ include "tailpack.pod" $root }}
+{{- with $group.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+shareProcessNamespace: true
+terminationGracePeriodSeconds: {{ include "tailpack.workerGrace" $root }}
+{{- include "tailpack.lines" (list (include "tailpack.placement" $group) 0) }}
+initContainers:
+  - name: kvstore
+    restartPolicy: Always # a native sidecar
+    image: {{ $image }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    command:
+      - tailpack
+      - kvstore
+      - serve
+      - --socket-dir=/run/tailpack/kv
+      - --metrics=0.0.0.0:{{ $p.kvstoreMetrics }}
+      - --health=0.0.0.0:{{ $p.kvstoreHealth }}
+      {{- include "tailpack.lines" (list (include "tailpack.serverTlsArgs" $root) 6) }}
+      {{- if include "tailpack.tls" $root }}
+      - --tls-client-ca=/etc/tailpack/tls/ca.crt
+      {{- end }}
+      - --log-json
+    env:
+      - name: HOME
+        value: /tmp
+    ports:
+      - name: kv-metrics
+        containerPort: {{ $p.kvstoreMetrics }}
+      - name: kv-health
+        containerPort: {{ $p.kvstoreHealth }}
+    {{- include "tailpack.httpProbes" (list "kv-health" "ready" 120) | nindent 4 }}
+    resources:
+      requests:
+        cpu: {{ $group.kvstore.cpu }}
+        memory: {{ add (int $group.kvstore.baseMiB) $arenaMiB }}Mi
+      limits: # arenas in host memory are charged to who made them, and that is the kvstore
+        memory: {{ add (int $group.kvstore.baseMiB) $arenaMiB }}Mi
+    securityContext:
+      {{- include "tailpack.securityContext" $root | nindent 6 }}
+    volumeMounts:
+      {{- include "tailpack.workerMounts" $root | nindent 6 }}
+containers:
+  - name: ray-worker
+    image: {{ $image }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    env:
+      {{- include "tailpack.rayEnv" $root | nindent 6 }}
+      {{- if not $root.Values.ray.auth.enabled }}
+      - name: RAY_AUTH_MODE
+        value: disabled
+      {{- end }}
+    ports:
+      - name: node-manager
+        containerPort: {{ $p.rayNodeManager }}
+      - name: metrics
+        containerPort: {{ $p.rayMetrics }}
+      {{- range until $perPod }}
+      - name: grpc-{{ . }}
+        containerPort: {{ add $p.worker . }}
+      - name: metrics-{{ . }}
+        containerPort: {{ add $p.workerMetrics . }}
+      {{- end }}
+    {{- include "tailpack.tcpProbes" "node-manager" | nindent 4 }}
+    lifecycle:
+      preStop: # Ray, and with it the workers, must not end before these have drained
+        exec:
+          command:
+            - /bin/sh
+            - -c
+            - n=0; until [ -e /run/tailpack/drained ] || [ $n -ge {{ add (int $root.Values.longestStreamSeconds) 30 }} ]; do sleep 1; n=$((n + 1)); done
+    resources:
+      {{- $resources := deepCopy $group.resources }}
+      {{- if $onGpu }}
+      {{- $_ := set $resources.requests $group.gpuResource (int $group.gpus) }}
+      {{- $_ := set $resources.limits $group.gpuResource (int $group.gpus) }}
+      {{- end }}
+      {{- toYaml $resources | nindent 6 }}
+    securityContext:
+      {{- include "tailpack.securityContext" $root | nindent 6 }}
+    volumeMounts:
+      {{- include "tailpack.workerMounts" $root | nindent 6 }}
+  - name: workers
+    image: {{ $image }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    command:
+      - tailpack
+      - worker
+      - node
+      - --ray-address=auto
+      - --model={{ include "tailpack.modelPath" $root }}
+      - --name={{ include "tailpack.modelName" $root }}
+      - --kv-socket=/run/tailpack/kv/kvstore.sock
+      - --listen=0.0.0.0:{{ $p.worker }}
+      - --metrics=0.0.0.0:{{ $p.workerMetrics }}
+      - --health=0.0.0.0:{{ $p.workersHealth }}
+      - --log-dir=/run/tailpack/logs
+      - --drained-file=/run/tailpack/drained
+      - --node-name=$(POD_NAME)
+      - --device={{ ternary "cuda" "cpu" $onGpu }}
+      - --workers={{ $perPod }}
+      - --arena-bytes={{ int $group.kvMiB }}M
+      - --kv-mode={{ $group.kvMode }}
+      {{- with $group.kvPreset }}
+      - --kv-preset={{ . }}
+      {{- end }}
+      - --dense-layers={{ $group.denseLayers }}
+      - --max-running={{ int $group.maxRunning }}
+      {{- if $group.deterministic }}
+      - --deterministic
+      {{- end }}
+      - --drain-s={{ int $root.Values.longestStreamSeconds }}
+      {{- include "tailpack.lines" (list (include "tailpack.serverTlsArgs" $root) 6) }}
+      {{- if include "tailpack.tls" $root }}
+      - --tls-client-ca=/etc/tailpack/tls/ca.crt
+      {{- end }}
+      - --otlp-endpoint={{ $root.Values.tracing.otlpEndpoint | default "none" }}
+      - --log-json
+      {{- with $group.extraArgs }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+    env:
+      {{- include "tailpack.rayEnv" $root | nindent 6 }}
+      {{- include "tailpack.lines" (list (include "tailpack.rayAuthEnv" $root) 6) }}
+      - name: POD_NAME
+        valueFrom:
+          fieldRef:
+            fieldPath: metadata.name
+    ports:
+      - name: health
+        containerPort: {{ $p.workersHealth }}
+    {{- include "tailpack.httpProbes" (list "health" "ready" (int $group.startupSeconds)) | nindent 4 }}
+    resources:
+      requests:
+        cpu: 100m
+        memory: 1Gi
+      limits:
+        memory: 2Gi
+    securityContext:
+      {{- include "tailpack.securityContext" $root | nindent 6 }}
+    volumeMounts:
+      {{- include "tailpack.workerMounts" $root | nindent 6 }}
+volumes:
+  - name: run
+    emptyDir:
+      sizeLimit: 1Gi
+  - name: tmp # Ray's session, which containers share
+    emptyDir:
+      sizeLimit: 16Gi
+  - name: shared-mem
+    emptyDir:
+      medium: Memory
+      sizeLimit: {{ add $root.Values.ray.objectStoreMiB 128 }}Mi
+  {{- include "tailpack.lines" (list (include "tailpack.modelVolume" $root) 2) }}
+  {{- include "tailpack.lines" (list (include "tailpack.tlsVolume" (list $root "worker")) 2) }}
+{{- end }}
+
+{{- define "tailpack.workerMounts" -}}
+- name: run
+  mountPath: /run/tailpack
+- name: tmp
+  mountPath: /tmp
+- name: shared-mem
+  mountPath: /dev/shm
+{{- include "tailpack.lines" (list (include "tailpack.modelMount" .) 0) }}
+{{- include "tailpack.lines" (list (include "tailpack.tlsMount" .) 0) }}
+{{- end }}
