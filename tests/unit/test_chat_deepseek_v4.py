@@ -90,8 +90,9 @@ async def test_tokens_of_the_published_tokenizer(published: Tokenizer) -> None:
 
 def test_the_end_of_thinking_is_shown_and_the_end_of_a_turn_is_not(published: Tokenizer) -> None:
     """So a caller can tell reasoning from answer, and gives both back as they came."""
-    assert published.tokens[128822] == b"</think>" and published.tokens[128821] == b"<think>"
-    assert published.tokens[0] == published.tokens[1] == b""
+    table = published.tokens.table
+    assert table[128822] == b"</think>" and table[128821] == b"<think>"
+    assert table[0] == table[1] == b""
 
 
 async def test_thinking_is_refused_where_it_is_not_known(tmp_path: Path) -> None:

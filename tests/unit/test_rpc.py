@@ -61,6 +61,9 @@ class Scripted(worker_pb2_grpc.WorkerServicer):
     async def Abort(self, request: Any, context: Any) -> worker_pb2.AbortResponse:
         return worker_pb2.AbortResponse()
 
+    async def Find(self, request: Any, context: Any) -> worker_pb2.FindResponse:
+        return worker_pb2.FindResponse()
+
 
 class Started:
     def __init__(self, servicer: Scripted, server: rpc.RpcServer, address: str) -> None:
