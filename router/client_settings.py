@@ -118,6 +118,17 @@ def addresses(given: str) -> tuple[str, ...]:
             given=repr(given[:200]),
             allowed="host:port, or several different ones with commas between",
         )
+    for part in parts:
+        # gRPC takes port 443 where none is given, and the port's last 16 bits where it has more.
+        host, _, port = part.rpartition(":")
+        with_port = bool(host) and port.isascii() and port.isdigit() and 0 < int(port[:6]) <= 65535
+        if not part.startswith("unix:") and (not with_port or part.startswith(("http:", "https:"))):
+            raise ConfigError(
+                "a router's address is malformed",
+                reason="BAD_ADDRESS",
+                given=repr(part[:200]),
+                allowed="host:port of its gRPC door, with a port from 1 to 65535",
+            )
     return parts
 
 

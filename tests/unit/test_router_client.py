@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from protos.errors import TailpackError
+from protos.errors import ConfigError, TailpackError
 from router.client import AsyncTailpack, as_chat, build_request
+from router.client_settings import addresses
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,23 @@ def test_prompts_of_all_kinds() -> None:
     assert [(message.role, message.content) for message in chat.messages] == [("system", "Be brief."), ("user", "hi")]
     assert list(build_request([1, 2]).token_ids.ids) == [1, 2]
     assert not chat.thinking and build_request(as_chat("hi"), thinking=True).chat.thinking
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "h", "h:", ":7", "h:0", "h:99999", "h:7700,", "h:1,h:1", "h:-1", "h:x", "h:٣", "http://h:80", "https://h:80/"],
+)
+def test_addresses_that_lead_elsewhere_are_refused(given: str) -> None:
+    """gRPC would take 34463 for 99999, and 443 for none."""
+    with pytest.raises(ConfigError) as caught:
+        addresses(given)
+    assert caught.value.reason == "BAD_ADDRESS"
+
+
+def test_addresses() -> None:
+    assert addresses("h:1, [::1]:65535,unix:/s,dns:///svc.ns:7700") == (
+        "h:1",
+        "[::1]:65535",
+        "unix:/s",
+        "dns:///svc.ns:7700",
+    )
