@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -87,8 +88,10 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None], Non
             rpc.check_free(door)
     authenticator = Authenticator(config.tokens)
     tenant_of = authenticator.tenant_of if authenticator.demands_tokens else None
-    server = rpc.RpcServer("router", tls=config.tls, tenant_of=tenant_of, open_methods=kserve.OPEN_METHODS)
-    local = rpc.RpcServer("router's local socket") if config.local_socket else None
+    server = rpc.RpcServer(
+        "router", tls=config.tls, tenant_of=tenant_of, open_methods=kserve.OPEN_METHODS, stalled_s=rpc.STALLED_S
+    )
+    local = rpc.RpcServer("router's local socket", stalled_s=rpc.STALLED_S) if config.local_socket else None
     _tell_who_may_call(config)
     ready = asyncio.Event()
     not_ready = asyncio.Event()
@@ -124,6 +127,8 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None], Non
         await local.start(f"unix:{config.local_socket}")
         servers.append(local)
     http_url = await http.start(config.http_address) if http is not None else None
+    gc.collect()
+    gc.freeze()  # what is loaded by now stays: to go through it in each full collection holds all streams up for 15 ms
     requests.start()
     probe = EventLoopProbe()
     tasks = [asyncio.create_task(_mirror_health(servers, ready, not_ready)), asyncio.create_task(probe.run())]

@@ -30,7 +30,7 @@ from protos import logs, router_pb2, router_pb2_grpc, rpc, types_pb2
 from router.client import AsyncTailpack, RetryPolicy
 from router.service import SERVICE_NAME
 from tests.bench.bench_gil import RESULTS, describe, kvstore
-from tests.bench.bench_router import BareRouter
+from tests.bench.router_servers import BareRouter
 from tests.e2e.cluster import write_tiny_model
 from tests.scenarios.cable import Cable
 from worker import gguf_model, shell
@@ -143,9 +143,12 @@ async def listener(*arguments: str) -> AsyncIterator[Listener]:
     assert process.stdout is not None
     reader: asyncio.Task[None] | None = None
     try:
-        first = await process.stdout.readline()
-        assert first, f"{arguments} ended with {await process.wait()}"
-        made = Listener(process, json.loads(first)["address"])
+        said: dict[str, str] = {}
+        while "address" not in said:  # a worker tells of its own first request before
+            line = await process.stdout.readline()
+            assert line, f"{arguments} ended with {await process.wait()}"
+            said = json.loads(line)
+        made = Listener(process, said["address"])
         reader = asyncio.create_task(made.read())
         yield made
     finally:

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.bench_router import CASES, Case, measure
+from tests.bench.bench_router import CASES, TTFT, Case, measure
 from tests.scenarios.tiny_tokenizer import write_tokenizer
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=lambda case: case.name)
+LOOKED_AT = [case for case in CASES if case.unit == TTFT or case.name == "relay-64-streams-1-token"]
+
+
+@pytest.mark.parametrize("case", LOOKED_AT, ids=lambda case: case.name)
 async def test_it_measures(case: Case, tmp_path: Path) -> None:
     value, floor = await measure(case, write_tokenizer(tmp_path), 0.3)
-    assert value > 0
     assert floor > 0
+    assert value > 0 or case.unit == TTFT  # a difference
