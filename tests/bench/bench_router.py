@@ -9,8 +9,8 @@ pace, without any worker, tokens or text.
 
 Cases: `request-*`: the whole life of a request of one token, from closed loops of callers; `stats-*`: a plain unary
 call; `relay-*`: messages of running streams at a pace; `tokens-*`: streams of a worker that never rests, so many tokens
-a message or more; `ttft-half-load`: the first token as a caller sees it, less the same on the bare server. Requests come
-at random then, at half the rate that takes the router's whole core by `request-64-callers-at-once` of the same bed.
+a message or more; `ttft-half-load`: the first token as a caller sees it, less the same on the bare server. There
+requests come at random, at half the rate that takes the router's whole core by `request-64-callers-at-once`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import pytest
 from tests.bench.bench_router import CASES, TTFT, Case, measure
 from tests.scenarios.tiny_tokenizer import write_tokenizer
 
-
 LOOKED_AT = [case for case in CASES if case.unit == TTFT or case.name == "relay-64-streams-1-token"]
 
 
