@@ -13,6 +13,7 @@ MAX_STOP_STRING_BYTES = 256
 DEFAULT_MAX_TOKENS = 1024
 ROLES = ("system", "user", "assistant")
 
+_STOP_STRINGS_ALLOWED = f"at most {MAX_STOP_STRINGS}, each of 1 to {MAX_STOP_STRING_BYTES} bytes"
 _PREFIX_REUSES = frozenset(types_pb2.PrefixReuse.values())
 
 
@@ -141,16 +142,21 @@ def _check_prompt(request: router_pb2.GenerateRequest) -> None:
 
 
 def _check_stops(request: router_pb2.GenerateRequest) -> None:
-    allowed = f"at most {MAX_STOP_STRINGS}, each of 1 to {MAX_STOP_STRING_BYTES} bytes"
     if len(request.stop_strings) > MAX_STOP_STRINGS:
         raise InvalidRequest(
-            "too many stop strings", reason="BAD_STOP_STRINGS", given=len(request.stop_strings), allowed=allowed
+            "too many stop strings",
+            reason="BAD_STOP_STRINGS",
+            given=len(request.stop_strings),
+            allowed=_STOP_STRINGS_ALLOWED,
         )
     for stop in request.stop_strings:
         num_bytes = len(stop.encode())
         if not 1 <= num_bytes <= MAX_STOP_STRING_BYTES:
             raise InvalidRequest(
-                "a stop string has a bad length", reason="BAD_STOP_STRINGS", given=f"{num_bytes} bytes", allowed=allowed
+                "a stop string has a bad length",
+                reason="BAD_STOP_STRINGS",
+                given=f"{num_bytes} bytes",
+                allowed=_STOP_STRINGS_ALLOWED,
             )
     check_stop(request.stop)
 
