@@ -15,6 +15,7 @@ import secrets
 import socket
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ CONNECT_TIMEOUT_MS = 5_000
 MAX_RECONNECT_BACKOFF_MS = 2_000
 HANDSHAKE_TIMEOUT_MS = 10_000
 """From accepting a connection to its first frame, TLS included; sockets that say nothing are closed then."""
+STALLED_S = 60.0
+"""For a caller to take a message, where a server limits that. Keepalive finds the dead; these live and do not read."""
 MAX_CONNECTIONS = 4096
 MAX_STREAMS = 5000
 """Calls at one time on one connection. Above a router's most requests in flight: it then refuses by name, where a
@@ -417,6 +420,7 @@ class RpcServer:
         tls: ServerTls | None = None,
         tenant_of: TenantOf | None = None,
         open_methods: Collection[str] = (),
+        stalled_s: float | None = None,
         keepalive_time_ms: int = KEEPALIVE_TIME_MS,
     ) -> None:
         """Starts nothing yet.
@@ -427,6 +431,8 @@ class RpcServer:
                 raises; its message is not even read then. None: callers name their tenant as they like.
             open_methods: full names ("/package.Service/Method") or beginnings of them that need no token; those of
                 health and reflection never do.
+            stalled_s: a call whose caller takes no message for so long ends with SLOW_READER, which its handler is
+                told at the `yield`. None: it waits as long as the caller lives.
 
         Raises:
             ConfigError: TLS_*: see protos/tls.py.
@@ -437,7 +443,7 @@ class RpcServer:
         if tenant_of is not None:
             interceptors.append(_TenantInterceptor(tenant_of, (*_OPEN_METHODS, *open_methods)))
         self._server = grpc.aio.server(interceptors=interceptors, options=_server_options(keepalive_time_ms))
-        self._handlers = _Handlers(name, self._server)
+        self._handlers = _Handlers(name, self._server, stalled_s)
         self._health = health_aio.HealthServicer()
         self._services: list[str] = []
         self.ready = False
@@ -614,9 +620,10 @@ class _Handlers:
     They are wrapped here, once, and not by an interceptor, which would do so for each call.
     """
 
-    def __init__(self, name: str, server: grpc.aio.Server) -> None:
+    def __init__(self, name: str, server: grpc.aio.Server, stalled_s: float | None) -> None:
         self._name = name
         self._server = server
+        self._stalled_s = stalled_s
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Generated code adds the same handlers by both ways; the other one tells their names."""
@@ -669,12 +676,22 @@ class _Handlers:
         # sent, grpc.aio drops a suspended generator, and the handler's `finally` (which frees the sequence) would wait
         # for the garbage collector.
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            watch = _WriteWatch(self._stalled_s)
             try:
                 responses = handler(_readable(request), context)
                 try:
                     async for response in responses:
+                        watch.begin()
                         await context.write(response)
+                        watch.end()
+                except asyncio.CancelledError:
+                    if (stalled := watch.taken_back()) is None:
+                        raise
+                    with suppress(Exception):  # what the handler makes of it is its own affair
+                        await responses.athrow(stalled)
+                    raise stalled from None
                 finally:
+                    watch.stop()
                     await responses.aclose()
             except Exception as failure:  # noqa: BLE001 - the boundary
                 await self._abort(failure, method, context)
@@ -696,6 +713,48 @@ class _Handlers:
             log.warning("unreadable message", server=self._name, method=method, peer=context.peer())
         status = to_status(failure)
         await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+class _WriteWatch:
+    """Cancels a call's task when its caller takes a message for longer than that: one timer a call, none a message."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
+        self._stalled = False
+        self._began_s: float | None = None  # of the write that goes on, on the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
+        if limit_s is not None:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            self._timer = self._loop.call_later(limit_s, self._look, limit_s)
+
+    def begin(self) -> None:
+        if self._timer is not None:
+            self._began_s = self._loop.time()
+
+    def end(self) -> None:
+        self._began_s = None
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def taken_back(self) -> errors.CapacityError | None:
+        """The error to end with, where the task was cancelled here and by nobody else."""
+        if not self._stalled or self._task is None or self._task.uncancel():
+            return None
+        return errors.CapacityError(
+            "the caller does not read what it asked for",
+            reason="SLOW_READER",
+            given=f"a message that was not taken for {self._limit_s:g} s",
+        )
+
+    def _look(self, limit_s: float) -> None:
+        left_s = limit_s if self._began_s is None else self._began_s + limit_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look, limit_s)
+        elif self._task is not None:
+            self._stalled = True
+            self._task.cancel()
 
 
 UNREADABLE_MESSAGE = "UNREADABLE_MESSAGE"

@@ -32,6 +32,7 @@ class Scripted(worker_pb2_grpc.WorkerServicer):
     def __init__(self) -> None:
         self.raises: Exception | None = None
         self.closed = asyncio.Event()
+        self.told: BaseException | None = None  # what ended Session, where something did
         self.silent_s = 0.0
         self.reads = False
         self.message = worker_pb2.WorkerMessage()
@@ -55,6 +56,9 @@ class Scripted(worker_pb2_grpc.WorkerServicer):
             yield self.message
             while self.endless:
                 yield self.message
+        except BaseException as error:
+            self.told = error
+            raise
         finally:
             self.closed.set()
 
@@ -203,6 +207,37 @@ async def test_a_long_silence_survives_keepalive_pings() -> None:
         stub = worker_pb2_grpc.WorkerStub(channel)
         assert len([message async for message in stub.Session(iter(()))]) == 1
     await server.stop(0)
+
+
+@pytest.fixture
+async def impatient() -> AsyncIterator[Started]:
+    servicer, server = Scripted(), rpc.RpcServer("test", stalled_s=0.2)
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, NAME)
+    one = Started(servicer, server, await server.start("127.0.0.1:0"))
+    yield one
+    await one.channel.close()
+    await server.stop(0)
+
+
+async def test_a_caller_who_does_not_read_is_ended_by_name(impatient: Started) -> None:
+    servicer = impatient.servicer
+    servicer.endless = True
+    servicer.message = worker_pb2.WorkerMessage(goodbye=worker_pb2.Goodbye(why="x" * 500_000))
+    call = impatient.stub.Session(iter(()))
+    await call.read()
+    await asyncio.wait_for(servicer.closed.wait(), 20)  # though the caller lives, and says nothing
+    assert isinstance(servicer.told, errors.CapacityError)
+    assert (servicer.told.reason, servicer.told.given) == ("SLOW_READER", "a message that was not taken for 0.2 s")
+    with pytest.raises(grpc.RpcError) as failure:
+        while isinstance(await call.read(), worker_pb2.WorkerMessage):
+            pass
+    assert rpc.error_from(failure.value).reason == "SLOW_READER"
+
+
+async def test_a_silent_handler_is_no_slow_reader(impatient: Started) -> None:
+    impatient.servicer.silent_s = 0.7  # more than three times the limit
+    messages = [message async for message in impatient.stub.Session(iter(()))]
+    assert len(messages) == 1
 
 
 async def test_metadata_there_and_back(started: Started) -> None:
