@@ -5,7 +5,8 @@
 Three processes: the router, alone on one core, and on the others a worker without a model and the callers. Only the
 router's CPU time counts (user + system, all threads), so that a busy machine disturbs it little; waits it disturbs a
 lot. The floor is a bare grpc.aio server on the router's core, in the same run: it sends the same messages at the same
-pace, without any worker, tokens or text.
+pace, without any worker, tokens or text. The forwarder is another one, between callers and worker like the router: what
+grpc.aio costs of the router's work, and what lies above it is the router's own.
 
 Cases: `request-*`: the whole life of a request of one token, from closed loops of callers; `stats-*`: a plain unary
 call; `relay-*`: messages of running streams at a pace; `tokens-*`: streams of a worker that never rests, so many tokens
@@ -205,8 +206,8 @@ def spawn(on: set[int], *arguments: str) -> tuple[subprocess.Popen[str], Server]
 
 
 @asynccontextmanager
-async def bed(case: Case, model: Path) -> AsyncIterator[tuple[Server, Server]]:
-    """(router, bare server); the one that is not called costs nothing."""
+async def bed(case: Case, model: Path) -> AsyncIterator[tuple[Server, Server, Server]]:
+    """(router, bare server, forwarder); those that are not called cost nothing."""
     pace = ["--every-s", str(case.every_s), "--per-step", str(case.per_step)]
     router_core, other_cores = cores()
     started: list[subprocess.Popen[str]] = []
@@ -222,10 +223,14 @@ async def bed(case: Case, model: Path) -> AsyncIterator[tuple[Server, Server]]:
         started.append(router_process)
         bare_process, bare = spawn(router_core, "tests.bench.bench_router", "--role", "bare", *pace)
         started.append(bare_process)
+        forwarder_process, forwarder = spawn(
+            router_core, "tests.bench.bench_router", "--role", "forwarder", "--worker", worker.address
+        )
+        started.append(forwarder_process)
         async with AsyncTailpack(router.address) as client:
             while not any(status.state == "ready" for status in await client.list_workers()):
                 await asyncio.sleep(0.05)
-        yield router, bare
+        yield router, bare, forwarder
     finally:
         for process in started:
             process.kill()
@@ -235,17 +240,20 @@ async def bed(case: Case, model: Path) -> AsyncIterator[tuple[Server, Server]]:
         os.sched_setaffinity(0, before)
 
 
-async def measure(case: Case, model: Path, seconds: float) -> tuple[float, float]:
-    """(value, floor) in the case's unit."""
-    async with bed(case, model) as (router, bare):
+async def measure(case: Case, model: Path, seconds: float) -> tuple[float, float, float]:
+    """(value, floor, the forwarder's value) in the case's unit."""
+    async with bed(case, model) as servers:
         if case.unit != TTFT:
-            return await cost(router, case, seconds), await cost(bare, case, seconds)
-        full = 1e6 / await cost(router, CASES[0], seconds)
-        waits_ms = [await first_token_ms(server, case, full / 2, seconds) for server in (router, bare)]
-        return waits_ms[0] - waits_ms[1], waits_ms[1]
+            value, floor, forwarded = [await cost(server, case, seconds) for server in servers]
+            return value, floor, forwarded
+        full = 1e6 / await cost(servers[0], CASES[0], seconds)
+        router_ms, bare_ms, forwarder_ms = [await first_token_ms(each, case, full / 2, seconds) for each in servers]
+        return router_ms - bare_ms, bare_ms, forwarder_ms - bare_ms
 
 
-def record(case: Case, values: list[float], floors: list[float], loads: list[float], command: str) -> dict[str, Any]:
+def record(
+    case: Case, values: list[float], floors: list[float], forwarded: list[float], loads: list[float], command: str
+) -> dict[str, Any]:
     """One line as the records of this project have it."""
     digits = 3 if case.unit == TTFT else 1
     floor_by = "a bare grpc.aio server on the same core that sends the same messages, same run"
@@ -260,6 +268,7 @@ def record(case: Case, values: list[float], floors: list[float], loads: list[flo
         "floor": round(statistics.median(floors), digits),
         "floor_by": f"whole wait with {floor_by}" if case.unit == TTFT else f"CPU of {floor_by}",
         "floor_spread": [round(min(floors), digits), round(max(floors), digits)],
+        "forwarder": round(statistics.median(forwarded), digits),  # grpc.aio's part of the value
         "rival": None,
         "rival_why": "no other router speaks this protocol; the bare server stands in",
         "error": None,
@@ -286,22 +295,21 @@ def _cpu_model() -> str:
 
 async def run(seconds: float, repeats: int, cases: list[Case], command: str) -> list[dict[str, Any]]:
     """All cases once, then all again: what disturbs the machine for a while does not hit one case alone."""
-    measured: dict[str, list[tuple[float, float, float]]] = {case.name: [] for case in cases}
+    measured: dict[str, list[tuple[float, ...]]] = {case.name: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         model = write_tokenizer(Path(folder))
         for _ in range(repeats):
             for case in cases:
-                pair = await measure(case, model, seconds)
-                measured[case.name].append((*pair, psutil.getloadavg()[0]))
+                measured[case.name].append((*await measure(case, model, seconds), psutil.getloadavg()[0]))
     records = []
     for case in cases:
-        values, floors, loads = (list(column) for column in zip(*measured[case.name], strict=True))
-        each = record(case, values, floors, loads, command)
+        values, floors, forwarded, loads = (list(column) for column in zip(*measured[case.name], strict=True))
+        each = record(case, values, floors, forwarded, loads, command)
         records.append(each)
         asked = "" if case.limit is None else f"asked {case.limit:<9g}{'' if case.kept(each['value']) else ' MISSED'}"
         print(
             f"{case.name:36}{each['value']:>12} {case.unit:13}{each['spread']!s:22} floor {each['floor']:<11}"
-            f"load {each['load_average'][0]:<5} {asked}"
+            f"forwarder {each['forwarder']:<11}load {each['load_average'][0]:<5} {asked}"
         )
     return records
 
@@ -312,12 +320,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--out", type=Path, help="records are appended")
-    parser.add_argument("--role", choices=["worker", "bare"], help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["worker", "bare", "forwarder"], help=argparse.SUPPRESS)
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     parser.add_argument("--every-s", type=float, default=0.01, help=argparse.SUPPRESS)
     parser.add_argument("--per-step", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:
-        rpc.run(router_servers.serve(options.role, options.every_s, options.per_step))
+        rpc.run(router_servers.serve(options.role, options.every_s, options.per_step, options.worker))
         return
     cases = [case for case in CASES if not options.case or case.name in options.case]
     command = f"python -m tests.bench.bench_router --seconds {options.seconds:g} --repeats {options.repeats}"

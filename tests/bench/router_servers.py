@@ -1,4 +1,4 @@
-"""The two ends of the router's benchmark: a worker without a model, and the bare server that is the floor."""
+"""The servers around the router in its benchmark: a worker without a model, and two that say what gRPC alone costs."""
 
 from __future__ import annotations
 
@@ -126,12 +126,65 @@ class BareRouter(router_pb2_grpc.RouterServicer):
         return router_pb2.StatsResponse()
 
 
-async def serve(role: str, every_s: float, per_step: int) -> None:
-    """role: "worker" or "bare"."""
+class Forwarder(BareRouter):
+    """What grpc.aio costs between callers and a worker: hands on requests and outputs, and does nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, 1)
+        self._outputs: dict[str, asyncio.Queue[worker_pb2.SequenceOutput]] = {}
+        self._submits: asyncio.Queue[worker_pb2.Submit] = asyncio.Queue()
+
+    async def run(self, worker: str) -> None:
+        """The session with the worker."""
+        async with rpc.channel(worker) as channel, asyncio.TaskGroup() as tasks:
+            call = worker_pb2_grpc.WorkerStub(channel).Session()
+            await call.write(worker_pb2.RouterMessage(hello=worker_pb2.Hello(router_id="forwarder", incarnation="1")))
+            await call.read()
+
+            async def write() -> None:
+                while True:
+                    await call.write(worker_pb2.RouterMessage(submit=await self._submits.get()))
+
+            tasks.create_task(write())
+            while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
+                for output in message.step.sequences:
+                    if (outputs := self._outputs.get(output.request_id)) is not None:
+                        outputs.put_nowait(output)
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[router_pb2.GenerateResponse]:
+        request_id = rpc.call_metadata(context).request_id
+        outputs = self._outputs[request_id] = asyncio.Queue()
+        try:
+            self._submits.put_nowait(
+                worker_pb2.Submit(request_id=request_id, prompt_token_ids=[TOKEN] * 12, stop=request.stop)
+            )
+            while True:
+                output = await outputs.get()
+                chunk = router_pb2.GenerateResponse(
+                    request_id=request_id,
+                    text="text" * len(output.token_ids),
+                    token_ids=output.token_ids,
+                    token_offset=output.token_offset,
+                    finish_reason=output.finish_reason,
+                )
+                yield chunk
+                if output.finish_reason:
+                    return
+        finally:
+            del self._outputs[request_id]
+
+
+async def serve(role: str, every_s: float, per_step: int, worker: str = "") -> None:
+    """role: "worker", "bare" or "forwarder". worker: the forwarder's."""
     server = rpc.RpcServer(role)
+    session: asyncio.Task[None] | None = None
     if role == "worker":
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, StepWorker(every_s, per_step), WORKER_NAME)
-    else:
+    elif role == "bare":
         server.add(router_pb2_grpc.add_RouterServicer_to_server, BareRouter(every_s, per_step), SERVICE_NAME)
+    else:
+        forwarder = Forwarder()
+        session = asyncio.create_task(forwarder.run(worker))
+        server.add(router_pb2_grpc.add_RouterServicer_to_server, forwarder, SERVICE_NAME)
     print(json.dumps({"address": await server.start("127.0.0.1:0")}), flush=True)
-    await asyncio.sleep(LIFE_S)
+    await asyncio.wait([asyncio.create_task(asyncio.sleep(LIFE_S)), *([session] if session else [])])
