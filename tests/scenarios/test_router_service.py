@@ -19,6 +19,7 @@ from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
 from router import admission, generation, registry, relay
 from router.client import PREFIX_REUSE, AsyncTailpack, build_request
+from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 from tests.scenarios.router_harness import Answer, answer, cluster, until
@@ -494,6 +495,31 @@ async def test_a_cancelled_sequence_is_not_counted_while_the_worker_is_slow_to_s
         assert link.num_known == 1
         # Its id stays taken: the worker's late words about it must not reach another request.
         assert (await refused(it.client.generate("x", request_id="slow"))).reason == "DUPLICATE_REQUEST"
+
+
+async def test_a_caller_who_lives_and_does_not_read_gives_its_place_back(folder: Path) -> None:
+    """What is unread is too little for the relay to mind."""
+    small_window = [("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0)]
+    script = Script([70, 71, 72], endless=True, per_step=50, logprobs=True)
+    async with cluster(folder, script, infos=[worker_info(max_sequence_tokens=30_000)]) as it:
+        server = rpc.RpcServer("impatient", stalled_s=0.2)
+        server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(it.requests), SERVICE_NAME)
+        address = await server.start("127.0.0.1:0")
+        try:
+            async with grpc.aio.insecure_channel(address, options=small_window) as channel:
+                with capture_logs() as lines:
+                    call = router_pb2_grpc.RouterStub(channel).Generate(build_request([5], max_tokens=20_000))
+                    await call.read()
+                    await it.settled(HANG_S)  # nothing was read, cancelled or cut
+                with pytest.raises(grpc.RpcError) as ended:
+                    while isinstance(await call.read(), router_pb2.GenerateResponse):
+                        pass
+        finally:
+            await server.stop(0)
+        assert rpc.error_from(ended.value).reason == "SLOW_READER"
+        line = canonical(lines)
+        assert (line["outcome"], line["reason"]) == ("failed", "SLOW_READER")
+        assert it.requests.admission.held_bytes == 0
 
 
 async def test_the_deadline_of_the_call_ends_the_sequence(folder: Path) -> None:
