@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,15 +86,16 @@ class ClusterConfig:
             dtype: None: bfloat16 on GPUs, else float32.
 
         Raises:
-            ConfigError: the address is taken or malformed, a worker's setting is bad, or the cache cannot be written;
+            ConfigError: an address is taken or malformed, a worker's setting is bad, or the cache cannot be written;
                 NO_GPU, NOT_ENOUGH_GPUS; TLS_*: see protos/tls.py.
             ModelError: the model is not there, unreadable, or asks for what is not built.
             CapacityError: MODEL_TOO_LARGE, NOT_ENOUGH_MEMORY.
         """
-        rpc.check_free(listen)
-        for door in ("metrics", "http"):
-            if (settings.get(door) or OFF) != OFF:
-                rpc.check_free(settings[door])
+        _check_doors(
+            [listen],
+            _ports(settings.get("http") or _behind(listen), 1),
+            _ports(settings.get("metrics") or OFF, 1 + settings.get("workers", 1)),
+        )
         if (tls := settings.get("tls")) is not None:
             ServerCertificate(tls, "router")
         settings["otlp_endpoint"] = endpoint_of(settings.get("otlp_endpoint"))
@@ -248,3 +250,35 @@ def _gpu_arena_bytes(config: ClusterConfig, uses: tuple[Use, ...]) -> int:
             hint="a smaller --kv-bytes, or end what else uses this GPU",
         )
     return arena_bytes
+
+
+def _behind(listen: str) -> str:
+    """Where the router's HTTP door is by default: the port behind ``listen``'s, or a free one."""
+    host, _, port = listen.rpartition(":")
+    return f"{host}:{int(port) + 1}" if port.isdecimal() and int(port) else OFF
+
+
+def _ports(first: str, count: int) -> list[str]:
+    """``first`` and the addresses behind it, as far as they are known before they are listened on."""
+    if first == OFF:
+        return []
+    host, _, port = first.rpartition(":")
+    if not port.isdecimal() or not int(port):
+        return [first]
+    return [f"{host}:{int(port) + index}" for index in range(count)]
+
+
+def _check_doors(*doors: list[str]) -> None:
+    """Raises ConfigError where one is taken or malformed, or two are the same."""
+    seen: set[str] = set()
+    for address in itertools.chain(*doors):
+        rpc.check_free(address)
+        if address in seen:
+            raise ConfigError(
+                f"two doors of this cluster are at {address}",
+                reason="PORT_IN_USE",
+                given=address,
+                hint="choose another port for --http or --metrics (port 0 takes a free one)",
+            )
+        if not address.endswith(":0"):
+            seen.add(address)

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -48,6 +49,29 @@ def test_settings_are_refused_before_anything_starts(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         config(model)
+
+
+def test_doors_are_refused_before_anything_starts(model: Path) -> None:
+    def refused(listen: str, **settings: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            ClusterConfig.of(model=str(model), listen=listen, **settings)
+        return f"{caught.value.reason} {caught.value.given}"
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        in_use = f"PORT_IN_USE {address}"
+        before = f"127.0.0.1:{port - 1}"
+        assert refused(address) == refused(before) == in_use  # HTTP is behind it where nothing else is said
+        assert refused("127.0.0.1:0", http=address) == in_use
+        assert refused("127.0.0.1:0", metrics=address) == in_use
+        assert refused("127.0.0.1:0", metrics=f"127.0.0.1:{port - 2}", workers=2) == in_use  # the second worker's
+    assert refused(address, http=address) == in_use
+    assert refused(address, http="none", metrics=before) == in_use
+    assert refused("127.0.0.1:65535") == "BAD_ADDRESS 127.0.0.1:65536"
+    assert config(model, http="none", metrics=before).metrics == before
+    assert config(model, http="127.0.0.1:0", metrics="127.0.0.1:0").http == "127.0.0.1:0"
 
 
 def test_a_bad_config_json_is_refused_before_anything_starts(model: Path) -> None:
