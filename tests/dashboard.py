@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).parents[1] / "helm" / "dashboards" / "tailpack.json"
-GIVEN_BY_PROMETHEUS = {"instance", "job"}
+GIVEN_BY_PROMETHEUS = {"instance", "job", "namespace"}
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _GROUPING = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
@@ -41,7 +41,8 @@ class Named:
         for match in _SELECTOR.finditer(bare):
             name, matchers = match[1], match[2]
             is_function = bare[match.end() :].lstrip().startswith("(") and matchers is None
-            if not is_function and name not in _KEYWORDS and not re.match(r"[0-9.]", bare[match.start() - 1 :]):
+            in_number = match.start() > 0 and bare[match.start() - 1] in "0123456789."  # 2e3
+            if not is_function and name not in _KEYWORDS and not in_number:
                 labels = frozenset(re.findall(r"([a-zA-Z_][a-zA-Z0-9_]*)\s*[=!]", matchers or ""))
                 selectors.append((name, labels))
         return Named(expression, tuple(selectors), frozenset(grouping))

@@ -188,7 +188,6 @@ def create(
     )
 
 
-@ray.remote(num_cpus=0, max_calls=1)
 def _gpus() -> tuple[Gpu, ...]:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from who asked for none; the container's are ours
     return visible_gpus()
@@ -200,9 +199,10 @@ def gpus_of(node_id: str, timeout_s: float) -> tuple[Gpu, ...]:
     Raises:
         TailpackError: what visible_gpus raises. ray.exceptions.RayError: the node could not be asked.
     """
-    there = _gpus.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(_gpus).options(num_cpus=0, max_calls=1, scheduling_strategy=there)
     try:
-        answer: tuple[Gpu, ...] = ray.get(there.remote(), timeout=timeout_s)
+        answer: tuple[Gpu, ...] = ray.get(task.remote(), timeout=timeout_s)
     except ray.exceptions.RayTaskError as failure:
         if isinstance(failure.cause, TailpackError):
             raise failure.cause from None

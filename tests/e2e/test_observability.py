@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protos import router_pb2, types_pb2
 from protos.errors import TailpackError
 from router.client import AsyncTailpack
+from tests.chart import example, promql, render
 from tests.dashboard import GIVEN_BY_PROMETHEUS, expressions
 from tests.e2e.cluster import ClusterProcess
 
@@ -83,10 +84,13 @@ def pages(cluster: ClusterProcess) -> dict[str, str]:
     return found
 
 
-async def test_the_dashboard_names_what_the_processes_export(cluster: ClusterProcess) -> None:
+ONLY_UNDER_TLS = "tailpack_tls_certificate_expires_in_seconds"
+
+
+async def test_dashboard_alerts_and_scaling_name_what_the_processes_export(cluster: ClusterProcess) -> None:
     await send_some(cluster)
     exported: dict[str, set[str]] = defaultdict(set)  # name of a sample -> names of its labels
-    components = []
+    components, owners = [], set()
     for page in pages(cluster).values():
         for family in text_string_to_metric_families(page):
             for suffix in SUFFIXES.get(family.type, ("",)):
@@ -95,8 +99,13 @@ async def test_the_dashboard_names_what_the_processes_export(cluster: ClusterPro
                 exported[sample.name] |= set(sample.labels)
                 if sample.name == "tailpack_build_info":
                     components.append(sample.labels["component"])
+                owners.add(sample.labels.get("owner"))
     assert sorted(components) == ["kvstore", "router", "worker", "worker"]
-    for named in expressions():
+    assert "process" in owners  # an alert watches it
+    exported[ONLY_UNDER_TLS]  # its test: tests/scenarios/test_router_guarded.py
+    of_the_chart = promql(render(example("eight-gpu-nodes"))) + promql(render(example("multi-tenant-mtls")))
+    assert len(of_the_chart) > 20
+    for named in (*expressions(), *of_the_chart):
         for name, _ in named.selectors:
             assert name in exported, f"{name} is not exported: {named.expression}"
         of_all = [exported[name] for name, _ in named.selectors]

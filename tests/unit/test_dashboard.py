@@ -63,4 +63,5 @@ def test_what_expressions_name_is_read_right() -> None:
     assert named.selectors == (("a_bucket", frozenset({"x", "y"})), ("up", frozenset()))
     assert named.grouping == {"le", "component", "instance", "version"}
     assert Named.of("sum(rate(x_total[1m]))").selectors == (("x_total", frozenset()),)
+    assert Named.of('x{y="z"} == 1').selectors == (("x", frozenset({"y"})),)
     assert len(expressions()) > 60
