@@ -28,9 +28,9 @@ def sequence_id(tenant: str, request_id: str) -> str:
     A request id is its tenant's own: another's use of the same one must neither collide with it nor tell that it runs.
 
     Raises:
-        InvalidRequest: BAD_REQUEST_ID: it could be taken for another tenant's.
+        InvalidRequest: BAD_REQUEST_ID: it could be taken for another tenant's, or is too long to be one.
     """
-    if "/" in request_id:  # of one that came in a message; in metadata it was refused before
+    if "/" in request_id or len(request_id) > MAX_SEQUENCE_ID_BYTES:  # of one in a message; metadata is checked before
         raise InvalidRequest(
             "request_id is malformed",
             reason="BAD_REQUEST_ID",

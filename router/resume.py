@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 import structlog
 
 from protos import router_pb2, rpc, types_pb2, worker_pb2
-from protos.errors import AlreadyExists, NotFound, PreconditionFailed, TailpackError, Unavailable
+from protos.errors import AlreadyExists, NotFound, PreconditionFailed, TailpackError, Unavailable, printable
 from protos.histogram import STEP_BOUNDS_S, Histogram
 from protos.limits import DEFAULT_RESUME_GRACE_MS
 from router import policy
@@ -98,7 +98,8 @@ class Resumables:
             if request.token_offset > found.num_tokens:
                 raise bad_offset(f"token offset {request.token_offset}", f"at most {found.num_tokens}, what is there")
         except TailpackError as error:
-            log.info("resume", request_id=call.request_id, tenant=call.tenant, outcome="rejected", reason=error.reason)
+            given = printable(call.request_id[:128])  # of its message: it may be anything, and megabytes of it
+            log.info("resume", request_id=given, tenant=call.tenant, outcome="rejected", reason=error.reason)
             raise
         async with Resumed(
             self._requests, found, call, Place(request.token_offset, request.text_offset), num_bytes=request.ByteSize()

@@ -454,6 +454,18 @@ async def test_a_tenant_cannot_tell_another_s_request_from_none(folder: Path, te
         await s.settled()
 
 
+async def test_an_id_that_is_none_is_cut_short_in_the_log(folder: Path) -> None:
+    async with scene(folder, Script([EOS])) as s:
+        with capture_logs() as lines:
+            assert (await refusal(s.here.resume("\x1b[2J"))).reason == "UNKNOWN_REQUEST"
+            assert (await refusal(s.here.resume("n" * 1_000_000))).reason == "BAD_REQUEST_ID"
+            with pytest.raises(grpc.RpcError) as caught:
+                await s.here.cancel("n" * 1_000_000)
+        assert rpc.error_from(caught.value).reason == "BAD_REQUEST_ID"
+        assert [line["request_id"] for line in lines] == ["\\x1b[2J", "n" * 128]
+        await s.settled()
+
+
 # --- workers that are away, old, full or leaving ---
 
 
