@@ -707,6 +707,33 @@ async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(folde
         assert states == {"draining": "rolling update", "ready": ""}
 
 
+async def test_workers_come_and_go(folder: Path) -> None:
+    late = FakeWorker(lambda submit: Script([5, 6, EOS]), worker_info())
+    address = await late.start()
+    async with cluster(folder, Script([5, 6, 7, 8, EOS], every_s=0.2)) as it:
+        known = it.requests.registry
+        known.add(address)
+        known.add(address)
+        await until(lambda: len(known.ready()) == 2)
+        assert known.states() == {it.workers[0].address: "ready", address: "ready"}
+        running = [asyncio.create_task(answer(it.client, "x")) for _ in range(8)]
+        await until(lambda: it.workers[0].active and late.submits)
+        known.forget(it.workers[0].address)
+        known.forget(it.workers[0].address)
+        ends = await asyncio.gather(*running, return_exceptions=True)
+        lost = [end for end in ends if isinstance(end, BaseException)]
+        assert all(isinstance(end, TailpackError) and end.reason == "WORKER_LOST" for end in lost), lost
+        assert [end.token_ids for end in ends if isinstance(end, Answer)] == [[5, 6, EOS]] * (8 - len(lost))
+        assert (await answer(it.client, "x")).token_ids == [5, 6, EOS]
+        await until(lambda: not it.workers[0].active)
+        known.forget(address)
+        assert not known.links
+        with pytest.raises(TailpackError) as nobody:
+            await answer(it.client, "x")
+        assert nobody.value.reason == "NO_WORKER"
+    await late.stop()
+
+
 async def test_a_worker_that_never_says_welcome_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "WELCOME_TIMEOUT_S", 0.1)
     silent = FakeWorker(lambda submit: Script(), worker_info(), welcome_s=60)
