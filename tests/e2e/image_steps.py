@@ -2,8 +2,8 @@
 
     python -m tests.e2e.image_steps --target cpu --work /tmp/image [--skip TEXT]...
 
-It cannot show the base image, users (steps that need root are told as not run), layers and the final COPY. It prints one
-JSON line a step, and ends with the first that fails. Paths of the image are mapped into --work.
+It cannot show the base image, users (steps that need root are told as not run), layers and the final COPY. It prints
+one JSON line a step, and ends with the first that fails. Paths of the image are mapped into --work.
 """
 
 from __future__ import annotations
