@@ -222,7 +222,7 @@ class CaseRun:
         workspace = Workspace(batch)
         logits = self._network.forward(batch, self._kv, workspace)
         self._tally.rows_read_packed += self._kv.counters.rows_dequantised["attention"] - packed_before
-        kept = self._held.keep_rows(work, Step(logits, workspace, batch.workspace_of_work), new_pages)
+        kept = self._held.keep_rows(work, Step(logits, workspace, batch.workspace_of_work, batch), new_pages)
         sequence.num_computed += count
         self._control.commit(sequence.slot, sequence.num_computed)
         self._held.publish(work, kept)

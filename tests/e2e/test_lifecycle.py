@@ -148,7 +148,7 @@ async def test_a_second_ctrl_c_ends_everything_at_once(started: Ended) -> None:
         assert cluster.process.poll() is None
         cluster.process.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(cluster.process.wait, STOP_TIMEOUT_S) == 130, cluster.log
-        await chunks.aclose()  # type: ignore[attr-defined]
+        await chunks.aclose()
     started.check()
     assert not cluster.folder.exists()
 

@@ -12,7 +12,7 @@ import pytest
 
 from protos import errors
 from router.client import Answer, AsyncTailpack, Chunk, RetryPolicy, Tailpack
-from tests.bench.bench_cancel import Cable
+from tests.scenarios.cable import Cable
 from tests.scenarios.fake_worker import Script
 from tests.scenarios.router_harness import Harness, cluster, until
 from tests.scenarios.tiny_tokenizer import EOS

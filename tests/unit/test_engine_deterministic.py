@@ -213,7 +213,9 @@ def test_tiles_follow_from_the_sequence_alone() -> None:
             (size,) = {end - first for first, end in batch.tiles if first <= span.first_row < end}
             assert size == min(rows for rows in TILE_ROWS if rows >= span.num_rows)
         assert sum(span.num_rows for span in batch.spans) == sum(w.count for w in work)
-        assert int((batch.token_ids == 7).sum()) == len(batch.groups["g"].pages.pages)
+        writes = batch.groups["g"].pages
+        assert writes is not None
+        assert int((batch.token_ids == 7).sum()) == len(writes.pages)
 
 
 @pytest.mark.parametrize("mode", ["window", "fp8"])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from protos.errors import ConfigError, ModelError, TailpackError
 from tests.unit.tiny import TINY, config_for, write_model
 from worker import model_config
+from worker.models.llama import Llama
 from worker.weights import load_model
 
 ODD: tuple[Any, ...] = (
@@ -50,6 +51,7 @@ def test_every_odd_value_is_used_or_refused_by_name(tmp_path: Path, key: str, mo
             model = load_model(config_for(folder))
         except TailpackError:
             continue
+        assert isinstance(model.network, Llama)
         assert torch.isfinite(model.network.cos).all() and torch.isfinite(model.network.sin).all(), (key, value)
         assert model.network.config.norm_eps > 0, (key, value)
         assert all(0 <= token < 64 for token in model.eos_token_ids), (key, value)
