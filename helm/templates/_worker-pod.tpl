@@ -135,6 +135,10 @@ containers:
     env:
       {{- include "tailpack.rayEnv" $root | nindent 6 }}
       {{- include "tailpack.lines" (list (include "tailpack.rayAuthEnv" $root) 6) }}
+      {{- if $root.Values.ray.gcsFaultTolerance.enabled }}
+      - name: RAY_gcs_rpc_server_reconnect_timeout_s # as KubeRay sets it for Ray's own container
+        value: "600"
+      {{- end }}
       - name: POD_NAME
         valueFrom:
           fieldRef:
@@ -146,9 +150,9 @@ containers:
     resources:
       requests:
         cpu: 100m
-        memory: 1Gi
+        memory: 512Mi
       limits:
-        memory: 2Gi
+        memory: 1Gi
     securityContext:
       {{- include "tailpack.securityContext" $root | nindent 6 }}
     volumeMounts:

@@ -517,6 +517,21 @@ def test_rays_token_is_the_same_for_ray_and_for_its_driver() -> None:
                 assert {"name": "RAY_AUTH_MODE", "value": "disabled"} in each["env"]
 
 
+def test_with_its_state_in_redis_a_lost_head_is_waited_for() -> None:
+    (cluster,) = of_kind(render(ALL_ON), "RayCluster")
+    assert cluster["spec"]["gcsFaultToleranceOptions"] == {
+        "redisAddress": "redis:6379",
+        "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}},
+        "externalStorageNamespace": "x",
+    }
+    # KubeRay sets it for Ray's containers, and so it must be for their driver.
+    for values, waits in ((ALL_ON, True), (MODEL, False)):
+        for pod in pods(render(values)).values():
+            if "workers" in containers(pod):
+                env = {each["name"] for each in containers(pod)["workers"]["env"]}
+                assert ("RAY_gcs_rpc_server_reconnect_timeout_s" in env) == waits
+
+
 # --- TLS and tokens ---
 
 
