@@ -97,6 +97,7 @@ async def follow(
     add: Callable[[str], None],
     forget: Callable[[str], None],
     states: Callable[[], Mapping[str, str]],
+    keep: Collection[str] = (),
     resolve: Resolve = resolve,
     interval_s: float = LOOK_UP_S,
 ) -> None:
@@ -104,6 +105,7 @@ async def follow(
 
     Args:
         states: of the workers that there are, by address, as WorkerLink.state.
+        keep: addresses that are known besides, and not to be forgotten.
     """
     views = {name: View() for name in names}
     failed: set[WorkerDns] = set()
@@ -123,6 +125,8 @@ async def follow(
                 log.info("worker found", address=address, host=name.host)
                 add(address)
             for address in sorted(gone):
+                if address in keep or any(address in other.known for other in views.values()):
+                    continue  # it is there by another way too
                 log.info("worker gone", address=address, host=name.host)
                 forget(address)
         await asyncio.sleep(interval_s)

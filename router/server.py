@@ -135,7 +135,11 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None], Non
     if config.worker_dns:
         registry = requests.registry
         following = discovery.follow(
-            config.worker_dns, add=registry.add, forget=registry.forget, states=registry.states
+            config.worker_dns,
+            add=registry.add,
+            forget=registry.forget,
+            states=registry.states,
+            keep=config.workers,
         )
         tasks.append(asyncio.create_task(following))
     try:

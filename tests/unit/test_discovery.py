@@ -103,6 +103,44 @@ async def test_following_a_name_through_an_outage() -> None:
     ]
 
 
+async def test_a_worker_that_two_names_have_is_forgotten_with_the_last() -> None:
+    here: dict[str, list[str]] = {"one": ["10.0.0.1", "10.0.0.9"], "two": ["10.0.0.1"]}
+    told: list[str] = []
+    rounds = 0
+
+    async def answer(host: str) -> Collection[str]:
+        nonlocal rounds
+        rounds += 1
+        await asyncio.sleep(0)
+        return here[host]
+
+    async def after(num_rounds: int) -> None:
+        ends = rounds + num_rounds
+        while rounds < ends:
+            await asyncio.sleep(0)
+
+    names = [WorkerDns.parse("one:7"), WorkerDns.parse("two:7")]
+    task = asyncio.create_task(
+        follow(
+            names,
+            add=lambda address: told.append(f"add {address}"),
+            forget=lambda address: told.append(f"forget {address}"),
+            states=dict,
+            keep=["10.0.0.9:7"],
+            resolve=answer,
+            interval_s=0.0,
+        )
+    )
+    await after(4)
+    here["one"] = []
+    await after(4 * FORGET_AFTER)
+    assert not any("forget" in each for each in told)
+    here["two"] = []
+    await after(4 * FORGET_AFTER)
+    task.cancel()
+    assert [each for each in told if "forget" in each] == ["forget 10.0.0.1:7"]
+
+
 async def test_the_systems_resolver() -> None:
     assert await resolve("127.0.0.1") == {"127.0.0.1"}
     assert {"127.0.0.1", "::1"} & set(await resolve("localhost"))
