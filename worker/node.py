@@ -46,7 +46,7 @@ class NodeConfig:
     """What to run on this node.
 
     Attributes:
-        settings: of every worker, as WorkerConfig has them, but for worker_id, device and dtype, which may be None.
+        settings: of every worker, as WorkerConfig has them, but for worker_id and device; dtype may be None, threads 0.
         listen: host:port of the first worker; the others' ports follow.
         metrics: the same, of their pages for Prometheus, or OFF.
         device: "cpu", or "cuda": a worker for each GPU of the node.
@@ -70,10 +70,12 @@ class NodeConfig:
     tls: ServerTls | None = None
     otlp_endpoint: str | None = None
 
-    def worker(self, index: int, gpu: Gpu | None) -> WorkerConfig:
+    def worker(self, index: int, count: int, gpu: Gpu | None) -> WorkerConfig:
+        """Of ``count`` workers, which share the node's cores where nothing else is asked for."""
         device = gpu.device if gpu is not None else f"cpu:{index}"
         dtype = self.settings["dtype"] or default_dtype(device)
-        own = {"worker_id": f"{self.node_name}-{index}", "device": device, "dtype": dtype}
+        threads = self.settings["threads"] or max(1, len(os.sched_getaffinity(0)) // count)
+        own = {"worker_id": f"{self.node_name}-{index}", "device": device, "dtype": dtype, "threads": threads}
         return WorkerConfig.from_dict({**self.settings, **own})
 
 
@@ -199,12 +201,13 @@ class Node:
         config = self.config
         node_id = ray.get_runtime_context().get_node_id()
         gpus = actor.gpus_of(node_id, GPU_TIMEOUT_S) if config.device == "cuda" else ()
-        for index, gpu in enumerate(devices(config.device, config.workers, gpus)):
+        wanted = devices(config.device, config.workers, gpus)
+        for index, gpu in enumerate(wanted):
             log_file = config.log_dir / f"worker-{index}.log"
             self._tails.append(LogTail(log_file))
             self._handles.append(
                 actor.create(
-                    config.worker(index, gpu),
+                    config.worker(index, len(wanted), gpu),
                     port_after(config.listen, index),
                     drain_s=config.drain_s,
                     log_file=log_file,

@@ -316,7 +316,10 @@ def test_selectors_select_pods_of_one_component(case: str) -> None:
     for monitor in of_kind(objects, "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"]
         services = [s for s in of_kind(objects, "Service") if selects(wanted, s["metadata"]["labels"])]
-        assert len(services) == 1  # with the headless one each router would be scraped twice
+        assert len(services) == 1  # with two of them each router would be scraped twice
+        assert services[0]["spec"][
+            "publishNotReadyAddresses"
+        ]  # or nobody would see a drain, or a router without workers
         assert {e["port"] for e in monitor["spec"]["endpoints"]} <= {p["name"] for p in services[0]["spec"]["ports"]}
 
 

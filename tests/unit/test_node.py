@@ -23,7 +23,14 @@ GPUS = tuple(Gpu(index, uuid, "H200", 1 << 37) for index, uuid in enumerate(UUID
 
 
 def config(tmp_path: Path, **settings: Any) -> NodeConfig:
-    own = {"model": tmp_path, "name": "m", "kv_socket": tmp_path / "kv.sock", "dtype": None, "max_running": 8}
+    own = {
+        "model": tmp_path,
+        "name": "m",
+        "kv_socket": tmp_path / "kv.sock",
+        "dtype": None,
+        "max_running": 8,
+        "threads": 0,
+    }
     return NodeConfig(
         settings={**own, **settings},
         listen="0.0.0.0:7730",
@@ -55,13 +62,16 @@ def test_what_is_not_there_is_not_made_up() -> None:
 
 
 def test_workers_differ_in_name_device_and_ports(tmp_path: Path) -> None:
-    on_gpu = [config(tmp_path).worker(index, gpu) for index, gpu in enumerate(GPUS)]
+    on_gpu = [config(tmp_path).worker(index, 8, gpu) for index, gpu in enumerate(GPUS)]
     assert [worker.worker_id for worker in on_gpu] == [f"pod-a-{index}" for index in range(8)]
     assert [worker.gpu_uuid for worker in on_gpu] == UUIDS
     assert {worker.dtype for worker in on_gpu} == {"bfloat16"} and {worker.max_running for worker in on_gpu} == {8}
-    on_cpu = config(tmp_path).worker(1, None)
+    on_cpu = config(tmp_path).worker(1, 2, None)
     assert (on_cpu.device, on_cpu.dtype) == ("cpu:1", "float32")
-    assert config(tmp_path, dtype="float16").worker(0, GPUS[0]).dtype == "float16"
+    assert config(tmp_path, dtype="float16").worker(0, 1, GPUS[0]).dtype == "float16"
+    cores = len(os.sched_getaffinity(0))
+    assert config(tmp_path).worker(0, 1, None).threads == cores and on_cpu.threads == max(1, cores // 2)
+    assert config(tmp_path, threads=3).worker(0, 8, None).threads == 3
     assert port_after("0.0.0.0:7730", 7) == "0.0.0.0:7737"
     assert port_after("[::]:7730", 1) == "[::]:7731" and port_after(OFF, 3) == OFF
 
