@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from protos.cli_options import HelpAllCommand
+from protos.cli_options import FiniteRange, HelpAllCommand
 from protos.errors import ConfigError, TailpackError, Unavailable
 from router.client import Tailpack
 from router.cluster_view import History, Look, View, view
@@ -57,7 +57,7 @@ def status(connection: Connection, as_json: bool) -> None:
 @click.command(cls=HelpAllCommand)
 @connection_options
 @click.option(
-    "--interval", default=1.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds between two looks."
+    "--interval", default=1.0, show_default=True, type=FiniteRange(0.2, 60), help="Seconds between two looks."
 )
 @click.option("--looks", type=click.IntRange(min=1), metavar="N", help="End after so many looks.")
 def top(connection: Connection, interval: float, looks: int | None) -> None:

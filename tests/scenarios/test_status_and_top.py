@@ -135,3 +135,8 @@ def _read(fd: int) -> bytes:
         return os.read(fd, 1 << 16)
     except BlockingIOError:
         return b""
+
+
+def test_an_interval_is_a_number() -> None:
+    result = CliRunner().invoke(top, ["--interval", "nan"])
+    assert result.exit_code == 2 and "finite" in result.output
