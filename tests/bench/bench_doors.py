@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,17 +25,20 @@ import psutil
 
 from protos import kserve_pb2, kserve_pb2_grpc, rpc
 from router.client import AsyncTailpack, build_request
-from tests.bench.bench_router import CASES, ROOT, Case, Measured, record, spawn
+from tests.bench.bench_router import CASES, ROOT, Case, Counted, cores, record, spawn
 from tests.scenarios.http_harness import read_chunk, read_head, request_bytes
 from tests.scenarios.tiny_tokenizer import write_tokenizer
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
-RELAY, REQUEST = CASES[0], CASES[3]
-Caller = Callable[[str, str, Case, Measured], Coroutine[Any, Any, None]]
+RELAY, REQUEST = (
+    next(case for case in CASES if case.name == name)
+    for name in ("relay-64-streams-1-token", "request-16-callers-1-token")
+)
+Caller = Callable[[str, str, Case, Counted], Coroutine[Any, Any, None]]
 """One caller for ever: gRPC address, HTTP URL, what is asked, where to count."""
 
 
-async def grpc_caller(address: str, http: str, case: Case, counted: Measured) -> None:
+async def grpc_caller(address: str, http: str, case: Case, counted: Counted) -> None:
     request = build_request(PROMPT, max_tokens=case.tokens or 1 << 20)
     async with AsyncTailpack(address) as client:
         while True:
@@ -44,7 +48,7 @@ async def grpc_caller(address: str, http: str, case: Case, counted: Measured) ->
             counted.requests += 1
 
 
-async def http_caller(address: str, http: str, case: Case, counted: Measured) -> None:
+async def http_caller(address: str, http: str, case: Case, counted: Counted) -> None:
     host, _, port = http.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     stream = case.tokens is None
@@ -64,7 +68,7 @@ async def http_caller(address: str, http: str, case: Case, counted: Measured) ->
         writer.close()
 
 
-async def kserve_caller(address: str, http: str, case: Case, counted: Measured) -> None:
+async def kserve_caller(address: str, http: str, case: Case, counted: Counted) -> None:
     request = kserve_pb2.ModelInferRequest()
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
     request.parameters["max_tokens"].int64_param = case.tokens or 1 << 20
@@ -88,8 +92,9 @@ DOORS: dict[str, Caller] = {"grpc": grpc_caller, "http": http_caller, "kserve": 
 async def measure(door: str, case: Case, model: Path, seconds: float) -> float:
     """The case's value through a door, in the case's unit."""
     pace = ["--every-s", str(case.every_s), "--per-step", str(case.per_step)]
-    worker, worker_address = spawn("tests.bench.bench_router", "--role", "worker", *pace)
-    arguments = ["--listen", "127.0.0.1:0", "--worker", worker_address, "--model-dir", str(model)]
+    router_core, other_cores = cores()
+    worker, at = spawn(other_cores, "tests.bench.bench_router", "--role", "worker", *pace)
+    arguments = ["--listen", "127.0.0.1:0", "--worker", at.address, "--model-dir", str(model)]
     router = subprocess.Popen(
         [sys.executable, "-m", "protos.cli", "router", "serve", *arguments],
         cwd=ROOT,
@@ -97,6 +102,7 @@ async def measure(door: str, case: Case, model: Path, seconds: float) -> float:
         stderr=subprocess.DEVNULL,
         text=True,
     )
+    os.sched_setaffinity(router.pid, router_core)
     try:
         assert router.stdout is not None
         ready = json.loads(router.stdout.readline())
@@ -112,8 +118,8 @@ async def measure(door: str, case: Case, model: Path, seconds: float) -> float:
                 process.stdout.close()
 
 
-async def _load(caller: Caller, ready: dict[str, str], pid: int, case: Case, seconds: float) -> Measured:
-    counted = Measured(0.0, 0.0, 0, 0, 0)
+async def _load(caller: Caller, ready: dict[str, str], pid: int, case: Case, seconds: float) -> Counted:
+    counted = Counted()
     callers = [asyncio.create_task(caller(ready["address"], ready["http"], case, counted)) for _ in range(case.streams)]
     await asyncio.sleep(min(1.0, seconds))
     process = psutil.Process(pid)
@@ -123,7 +129,7 @@ async def _load(caller: Caller, ready: dict[str, str], pid: int, case: Case, sec
     after = process.cpu_times()
     counted.wall_s = time.monotonic() - started
     counted.cpu_s = after.user + after.system - before.user - before.system
-    result = Measured(**vars(counted))
+    result = Counted(**vars(counted))
     for task in callers:
         task.cancel()
     for ended in await asyncio.gather(*callers, return_exceptions=True):
@@ -139,12 +145,16 @@ async def run(seconds: float, repeats: int, command: str) -> list[dict[str, Any]
         model = write_tokenizer(Path(folder))
         for case in (RELAY, REQUEST):
             values: dict[str, list[float]] = {door: [] for door in DOORS}
+            loads: list[float] = []
             for _ in range(repeats):  # doors in turn: what else runs on the machine disturbs all of them alike
                 for door in DOORS:
                     values[door].append(await measure(door, case, model, seconds))
+                loads.append(psutil.getloadavg()[0])
             for door in ("http", "kserve"):
-                line = record(case, values[door], values["grpc"], command)
+                line = record(case, values[door], values["grpc"], values["grpc"], loads, command)
+                del line["forwarder"]  # the gRPC API's own comparison
                 line |= {"bench": "doors", "case": f"{door}-{case.name}", "floor_by": "the router's gRPC API, same run"}
+                line["limit"] = None  # issue 7 asks nothing of these doors
                 records.append(line)
                 grpc = statistics.median(values["grpc"])
                 print(f"{line['case']:36} {line['value']:>10.1f} {case.unit:12} grpc {grpc:.1f}", flush=True)
