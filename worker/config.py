@@ -43,7 +43,7 @@ class WorkerConfig:
         dense_layers: how many of the model's first and last layers stay dense, in a mode other than dense.
         arena_bytes: for all KV arenas together, tails and checkpoints included.
         checkpoints: tails kept for exact resumes, at most; each is as large as a sequence's tail. -1: as many as
-            max_running. Mode dense has no tails and needs none.
+            max_running. In mode dense only deepseek_v4 has tails; other families resume from their pages there.
         admission: "worst_case" starts a sequence when all that it may ever need is promised; "recompute" when its
             prompt fits, and drops the youngest to compute it again when pages run out.
         max_running: sequences that a step can hold.
@@ -95,12 +95,6 @@ class WorkerConfig:
                 f"kv_preset would do nothing in kv_mode {self.kv_mode}",
                 given=self.kv_preset,
                 allowed="kv_preset in kv_mode turboquant only",
-            )
-        if self.kv_mode == "dense" and self.checkpoints > 0:
-            raise ConfigError(
-                "checkpoints would do nothing in kv_mode dense, which resumes from its pages",
-                given=self.checkpoints,
-                allowed="leave checkpoints out",
             )
         if self.kv_mode == "window" and self.checkpoints == 0:
             raise ConfigError(

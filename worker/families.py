@@ -98,6 +98,12 @@ class LlamaArchitecture:
                 raise ConfigError(
                     f"{name} would do nothing with {self.model_type}", given=value, allowed=f"{name} with {DEEPSEEK_V4}"
                 )
+        if config.kv_mode == "dense" and config.checkpoints > 0:
+            raise ConfigError(
+                f"checkpoints would do nothing with {self.model_type} in kv_mode dense, which resumes from its pages",
+                given=config.checkpoints,
+                allowed="leave checkpoints out",
+            )
 
     def geometry(self, config: WorkerConfig, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
         self.check_settings(config)
@@ -173,6 +179,14 @@ class DeepseekV4Architecture:
             )
         if config.dense_layers != (0, 0):
             raise ConfigError(f"dense_layers are not built for {DEEPSEEK_V4}", given=config.dense_layers, allowed="0,0")
+        if not config.checkpoints:
+            raise ConfigError(
+                f"{DEEPSEEK_V4} resumes at checkpoints alone, so without them prefix reuse would be switched off",
+                reason="PREFIX_REUSE_OFF",
+                given="checkpoints 0",
+                allowed="checkpoints 1 or more",
+                hint="leave checkpoints out, or send requests with prefix_reuse none",
+            )
         _demand_drafts(config, self.shapes.num_draft_layers)
         geometry = cache_geometry(self.shapes, dtype, drafts=config.drafts > 0)
         geometry = with_raw_mode(

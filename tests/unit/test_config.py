@@ -47,7 +47,6 @@ def test_off_is_off(word: object) -> None:
         ({"kv_mode": "int4"}, "kv_mode"),
         ({"kv_mode": "turboquant", "kv_preset": "tq5"}, "kv_preset"),
         ({"kv_mode": "fp8", "kv_preset": "tq4"}, "kv_preset"),
-        ({"kv_mode": "dense", "checkpoints": 4}, "checkpoints would do nothing"),
         ({"kv_mode": "window", "checkpoints": 0}, "would switch prefix reuse off.*PREFIX_REUSE_OFF"),
         ({"kv_mode": "turboquant", "dense_layers": "2"}, "dense_layers"),
         ({"kv_mode": "turboquant", "dense_layers": "2,many"}, "dense_layers"),

@@ -362,6 +362,8 @@ def test_configs_that_are_not_understood_are_refused_before_anything_starts(
         ({"kv_mode": "turboquant", "dense_layers": (1, 1)}, "dense_layers"),
         ({"kv_mode": "window", "kv_retention": "all"}, "RETENTION_MISMATCH"),
         ({"kv_mode": "dense", "kv_retention": "checkpoints"}, "RETENTION_MISMATCH"),
+        ({"kv_mode": "dense", "checkpoints": 0}, "PREFIX_REUSE_OFF"),
+        ({"kv_mode": "turboquant", "checkpoints": 0}, "PREFIX_REUSE_OFF"),
     ],
 )
 def test_what_the_family_has_not_is_refused_by_name(folder: Path, settings: dict[str, Any], named: str) -> None:
@@ -374,7 +376,9 @@ def test_what_the_family_has_not_is_refused_by_name(folder: Path, settings: dict
 
 
 @pytest.mark.parametrize(
-    "settings", [{"kv_retention": "none"}, {"pack_compressed": "tq4"}, {"drafts": 1}], ids=lambda s: next(iter(s))
+    "settings",
+    [{"kv_retention": "none"}, {"pack_compressed": "tq4"}, {"drafts": 1}, {"checkpoints": 4}],  # in kv_mode dense
+    ids=lambda s: next(iter(s)),
 )
 def test_what_only_this_family_has_is_refused_by_name_elsewhere(tmp_path: Path, settings: dict[str, Any]) -> None:
     folder = tiny.write_model(tmp_path)
@@ -398,6 +402,12 @@ def test_settings_of_the_family_reach_its_geometry_through_the_whole_cluster(fol
     assert (raw.mode, raw.preset, raw.keep_every) == ("turboquant", "tq4", 16)
     assert (compressed.mode, compressed.preset) == ("turboquant", "tq3")
     assert {region.layer for region in raw.regions} == {0, 1, 2, 3}  # the MTP block's rows among them
+
+
+def test_mode_dense_takes_a_number_of_checkpoints(folder: Path) -> None:
+    """Its pending rows lie in tails in every mode, and nothing but a checkpoint can be resumed."""
+    model = load(folder, checkpoints=3, max_sequence_tokens=512)
+    assert model.geometry.tail_bytes > 0 and not any(group.packed for group in model.geometry.groups)
 
 
 def test_a_window_that_is_wider_than_the_dense_tail_is_refused_where_raw_rows_are_packed(folder: Path) -> None:
