@@ -32,6 +32,7 @@ from worker.models.deepseek_v4_rows import LayerSpan, Rows
 from worker.models.layers import Tiles, linear
 
 _GATHERED = 1 << 22  # values of chosen rows gathered together: 16 MiB
+_SCORED = 1 << 22  # scores of queries for all rows that are ranked together: 16 MiB
 
 
 class IndexerWeights(NamedTuple):
@@ -164,11 +165,27 @@ def _attend_compressed(
         keys = complete(own, INDEX_PENDING, INDEX_KEY, at, compressor, frequencies, q.dtype, eps)
         if at.end // ratio > config.index_topk:
             keys = torch.cat((at.held(INDEX_KEY, 0, at.start // ratio), keys)).squeeze(1)
-            scores = index_scores(at.own(step.index_q), at.own(step.index_weights), keys)
             num_visible = torch.arange(at.start + 1, at.end + 1, device=q.device) // ratio
-            return _attend_chosen(q, row, at, choose(scores, num_visible, config.index_topk), scale)
+            chosen = _choose_rows(
+                at.own(step.index_q), at.own(step.index_weights), keys, num_visible, config.index_topk
+            )
+            return _attend_chosen(q, row, at, chosen, scale)
     held = torch.cat((at.held(row, 0, at.start // ratio), new))
     return attend_dense(q, held, held, first_position=at.start, first_row=0, sm_scale=scale, ratio=ratio)
+
+
+def _choose_rows(
+    queries: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor, num_visible: torch.Tensor, topk: int
+) -> torch.Tensor:
+    """The indexer's choice for T queries, [T, topk] int64, some queries at once: a chunk's scores for all rows of a
+    long text take more memory than all else that it computes."""
+    step = max(1, _SCORED // len(keys))
+    chosen = []
+    for first in range(0, len(queries), step):
+        some = slice(first, first + step)
+        scores = index_scores(queries[some], head_weights[some], keys)
+        chosen.append(choose(scores, num_visible[some], topk))
+    return torch.cat(chosen)
 
 
 def _attend_chosen(q: torch.Tensor, kind: str, at: LayerSpan, chosen: torch.Tensor, sm_scale: float) -> Part:
