@@ -577,7 +577,8 @@ def test_certificates_of_cert_manager_have_the_names_that_are_asked_for() -> Non
     assert asked in certificates["rel-tailpack-router-tls"]["dnsNames"]
     name = argument(container(objects, "router"), "--tls-server-name")
     assert name in certificates["rel-tailpack-worker-tls"]["dnsNames"]
-    assert "client auth" in certificates["rel-tailpack-router-tls"]["usages"]  # shown to workers
+    for role, spec in certificates.items():  # routers and doctors call workers
+        assert ("server auth" in spec["usages"]) == ("client-tls" not in role) and "client auth" in spec["usages"]
     for monitor in (*of_kind(objects, "PodMonitor"), *of_kind(objects, "ServiceMonitor")):
         role = "worker" if monitor["kind"] == "PodMonitor" else "router"
         for endpoint in monitor["spec"].get("podMetricsEndpoints", monitor["spec"].get("endpoints")):
