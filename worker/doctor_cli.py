@@ -19,7 +19,7 @@ import grpc
 from kvstore import client
 from kvstore.memory_limit import cgroup_limit
 from protos import kvstore_pb2, router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2, worker_pb2_grpc
-from protos.cli_options import HelpAllCommand
+from protos.cli_options import HelpAllCommand, advanced_option
 from protos.errors import TailpackError, Unauthenticated
 from protos.tls import EXPIRES_SOON_S, ClientTls, ServerCertificate, ServerTls
 from protos.tls_options import client_tls, client_tls_options, server_tls, server_tls_options
@@ -49,8 +49,16 @@ class Local:
     metavar="HOST:PORT",
     help="Or unix:PATH, the local socket of `tailpack up`.",
 )
+@click.option(
+    "--worker",
+    "asked_workers",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Ask this one, and no router; repeatable. For workers' pods, which may not call routers.",
+)
 @token_option
 @client_tls_options
+@advanced_option("--worker-server-name", help="The name in workers' certificates, if not their address's host.")
 @click.option("--kv-socket", type=click.Path(path_type=Path), help="The kvstore's.  [default: as workers here tell it]")
 @click.option("--gpus", type=click.IntRange(min=0), help="How many must be here.  [default: as workers here use]")
 @click.option("--tokens", type=click.Path(path_type=Path), metavar="FILE", help="Look at a router's tokens file.")
@@ -59,11 +67,13 @@ class Local:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def doctor(
     router: str,
+    asked_workers: tuple[str, ...],
     token_file: Path | None,
     tls_ca: Path | None,
     tls_client_cert: Path | None,
     tls_client_key: Path | None,
     tls_server_name: str | None,
+    worker_server_name: str | None,
     kv_socket: Path | None,
     gpus: int | None,
     tokens: Path | None,
@@ -75,8 +85,8 @@ def doctor(
 ) -> None:
     """Check a running deployment, and say what to do about what is wrong.
 
-    Router, workers, digests and versions are looked at from anywhere; store, memory and GPUs where they are: run it in
-    a worker's pod too, best in its kvstore container, whose memory limit is the one that counts.
+    Router, workers, digests and versions are looked at from a router's pod or a caller's; store, memory and GPUs where
+    they are: run it in a worker's pod too (--worker), in its kvstore container, whose memory limit is what counts.
 
     Exit status: 0 nothing is wrong, 1 something is, 2 nothing is known to be, but something could not be looked at.
     """
@@ -86,16 +96,21 @@ def doctor(
     except TailpackError as broken:
         tls = None
         findings.append(Finding("client certificate", FAIL, str(broken), "see the options --tls-*"))
-    findings += names(router, resolve)
-    findings += door(router, tls)
-    local = Local((), kv_socket)
-    known, told_versions, found = cluster(router, read_token(token_file), tls)
-    findings += found
-    if known is not None:
-        local, found = here(known, tls, kv_socket)
+    findings += names("" if asked_workers else router, resolve)
+    of_workers = dataclasses.replace(tls, server_name=worker_server_name or tls.server_name) if tls else None
+    local, told_versions = Local((), kv_socket), dict[str, str]()
+    if asked_workers:
+        local, told_versions, found = workers_alone(asked_workers, of_workers, kv_socket)
         findings += found
+    else:
+        findings += door(router, tls)
+        known, told_versions, found = cluster(router, read_token(token_file), tls)
+        findings += found
+        if known is not None:
+            local, found = here(known, of_workers, kv_socket)
+            findings += found
     findings += store(local, told_versions)
-    if len(told_versions) > 1:
+    if told_versions:
         findings.append(checks.versions({"this command": release(), **told_versions}))
     findings += machine(local, gpus)
     findings += files(server_tls(tls_cert, tls_key, tls_client_ca), tokens)
@@ -105,7 +120,7 @@ def doctor(
 
 def names(router: str, others: tuple[str, ...]) -> Iterator[Finding]:
     """Of every name that is not an address already."""
-    hosts = [] if router.startswith("unix:") else [checks.host_and_port(router)[0]]
+    hosts = [] if not router or router.startswith("unix:") else [checks.host_and_port(router)[0]]
     for name in dict.fromkeys([*hosts, *others]):
         try:
             ipaddress.ip_address(name)
@@ -150,25 +165,55 @@ def here(
     workers: list[router_pb2.WorkerStatus], tls: ClientTls | None, kv_socket: Path | None
 ) -> tuple[Local, list[Finding]]:
     """Asks each worker which machine it is on; looks at its certificate."""
-    infos, findings = [], []
+    answers, findings = [], []
     for worker in workers:
-        if worker.state not in ("ready", "draining"):
-            continue
-        if tls is not None and not worker.address.startswith("unix:"):
-            findings.append(checks.certificate(worker.address, tls, "worker's certificate"))
-        try:
-            with rpc.sync_channel(worker.address, tls=tls) as channel:
-                request = worker_pb2.InfoRequest(with_memory=True)
-                answer = worker_pb2_grpc.WorkerStub(channel).Info(request, timeout=TIMEOUT_S)
-        except grpc.RpcError as failure:
-            # The router reaches it; a NetworkPolicy that lets in routers alone is as it should be.
-            why = f"{worker.address} does not answer here: {rpc.error_from(failure).message}"
-            findings.append(Finding("worker's port", SKIPPED, why))
-            continue
-        if answer.memory.host == platform.node():
-            infos.append(answer.info)
-            kv_socket = kv_socket or Path(answer.memory.kv_socket)
-    return Local(tuple(infos), kv_socket), findings
+        if worker.state in ("ready", "draining"):
+            answer, found = worker_at(worker.address, tls, silent=SKIPPED)
+            answers += [answer] if answer else []
+            findings += found
+    return _local(answers, kv_socket), findings
+
+
+def workers_alone(
+    addresses: tuple[str, ...], tls: ClientTls | None, kv_socket: Path | None
+) -> tuple[Local, dict[str, str], list[Finding]]:
+    """What workers tell of themselves, without a router; as ``here``, and their releases."""
+    answers, findings = [], []
+    for address in addresses:
+        answer, found = worker_at(address, tls, silent=FAIL)
+        answers += [answer] if answer else []
+        findings += found
+    infos = [answer.info for answer in answers]
+    if infos:
+        findings += [Finding("workers", OK, f"{', '.join(info.worker_id for info in infos)} answer")]
+        findings += checks.workers_agree(infos)
+    return _local(answers, kv_socket), {info.worker_id: info.version for info in infos}, findings
+
+
+def worker_at(
+    address: str, tls: ClientTls | None, *, silent: str
+) -> tuple[worker_pb2.InfoResponse | None, list[Finding]]:
+    """What a worker answers. ``silent``: status where it does not: a NetworkPolicy that lets in routers alone, where a
+    router tells that it is ready, is as it should be.
+    """
+    findings = [checks.certificate(address, tls, "worker's certificate")] if tls is not None else []
+    try:
+        with rpc.sync_channel(address, tls=tls) as channel:
+            request = worker_pb2.InfoRequest(with_memory=True)
+            return worker_pb2_grpc.WorkerStub(channel).Info(request, timeout=TIMEOUT_S), findings
+    except grpc.RpcError as failure:
+        why = f"{address} does not answer here: {rpc.error_from(failure).message}"
+        do = "does it run, and has this the certificate that it demands? see its log"
+        if silent == SKIPPED:
+            findings = []
+        return None, [*findings, Finding("worker's port", silent, why, do)]
+
+
+def _local(answers: list[worker_pb2.InfoResponse], kv_socket: Path | None) -> Local:
+    ours = [answer for answer in answers if answer.memory.host == platform.node()]
+    if kv_socket is None and ours:
+        kv_socket = Path(ours[0].memory.kv_socket)
+    return Local(tuple(answer.info for answer in ours), kv_socket)
 
 
 def store(local: Local, versions: dict[str, str]) -> Iterator[Finding]:

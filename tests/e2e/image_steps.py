@@ -44,7 +44,9 @@ def main() -> int:
     parser.add_argument("--target", default="cpu", choices=("cpu", "cuda13"))
     parser.add_argument("--work", type=Path, required=True, help="An empty or new folder.")
     parser.add_argument("--skip", action="append", default=[], help="Leave out steps that hold this text.")
+    parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="Instead of an ARG's.")
     options = parser.parse_args()
+    given = dict(each.split("=", 1) for each in options.build_arg)
     work = options.work.absolute()
     source = work / "src"
     source.mkdir(parents=True)
@@ -55,6 +57,7 @@ def main() -> int:
             for keyword, rest in all_stages[name]
             if keyword == "ARG" and "=" in rest
         }
+        variables |= {key: value for key, value in given.items() if key in variables}
         for keyword, rest in lineage(all_stages, name)[-len(all_stages[name]) + 1 :]:
             if keyword == "COPY" and not rest.startswith("--from"):
                 *files, to = rest.split()

@@ -43,6 +43,14 @@ def test_a_cluster_in_order_passes_every_check(cluster: ClusterProcess) -> None:
     assert len([line for line in lines if line.startswith("ok ")]) >= len(LOOKED_AT) - 1
 
 
+def test_workers_can_be_asked_without_a_router(cluster: ClusterProcess) -> None:
+    status, findings = examined(*(f"--worker={address}" for address in cluster.workers))
+    assert status == 0, findings
+    assert findings.keys() == LOOKED_AT - {"router", "router's port"}
+    status, findings = examined(f"--worker={cluster.workers[0]}", "--worker=127.0.0.1:1")
+    assert status == 1 and "127.0.0.1:1 does not answer" in findings["worker's port"]["what"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "check", "what"),
     [

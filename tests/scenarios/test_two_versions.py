@@ -23,7 +23,7 @@ import pytest
 from kvstore import client
 from kvstore.client import Attachment, OpenRequest
 from kvstore.geometry import LAYOUT_VERSION, CacheGeometry, apply_mode
-from protos import kvstore_pb2, router_pb2, rpc
+from protos import kvstore_pb2, router_pb2, rpc, types_pb2
 from protos.errors import PreconditionFailed
 from tests.scenarios.fake_worker import Script, worker_info
 from tests.scenarios.kvstore_process import ROOT, StoreProcess, geometry
@@ -138,7 +138,7 @@ async def test_a_router_ignores_what_newer_callers_and_workers_add(folder: Path,
     newer = worker_info(features=("resume", "teleport"))
     newer.ParseFromString(newer.SerializeToString() + UNKNOWN_FIELD)
     async with cluster(folder, Script([*text_ids, EOS]), infos=[newer]) as it:
-        request = router_pb2.GenerateRequest(text="hello", stop={"max_tokens": 64})
+        request = router_pb2.GenerateRequest(text="hello", stop=types_pb2.StopConditions(max_tokens=64))
         async with rpc.channel(it.address) as channel:
             call: Any = channel.unary_stream(
                 "/tailpack.v1.Router/Generate", lambda data: data, router_pb2.GenerateResponse.FromString
@@ -152,7 +152,7 @@ async def test_a_router_ignores_what_newer_callers_and_workers_add(folder: Path,
 
 async def test_a_newer_router_says_so_where_an_older_worker_cannot(folder: Path, text_ids: list[int]) -> None:
     async with cluster(folder, Script([*text_ids, EOS]), infos=[worker_info(features=())]) as it:
-        request = router_pb2.GenerateRequest(text="hello", stop={"max_tokens": 8}, resumable=True)
+        request = router_pb2.GenerateRequest(text="hello", stop=types_pb2.StopConditions(max_tokens=8), resumable=True)
         async with rpc.channel(it.address) as channel:
             call: Any = channel.unary_stream(
                 "/tailpack.v1.Router/Generate",

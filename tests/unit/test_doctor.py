@@ -165,6 +165,8 @@ def test_sockets_of_the_store(tmp_path_factory: pytest.TempPathFactory) -> None:
         server.listen()
         assert one(checks.socket_folder(folder, ["a"])).status == OK
         assert "No such file" in bad(checks.socket_folder(folder, ["a", "b"]))
+        (folder / "b").touch()
+        assert "no socket" in bad(checks.socket_folder(folder, ["a", "b"]))
         folder.chmod(0o755)
         assert "open to other users" in bad(checks.socket_folder(folder, ["a"]), WARN)
 
