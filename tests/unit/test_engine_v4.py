@@ -326,6 +326,28 @@ def test_a_rollback_to_packed_rows_says_that_it_is_lossy(small: Reference) -> No
     assert harness.engine.load().rows_dequantised_rollback == 3 * 128 and harness.dequantised == 0
 
 
+def test_a_resume_behind_a_lossy_rollback_says_that_it_is_inexact(small: Reference) -> None:
+    """The tail is dense again when the turn ends, and what it was computed over was not."""
+    harness = V4Harness(small, mode=TURBOQUANT, prefill_chunk=100)
+    emit, harness.engine._emit = harness.engine._emit, quiet
+    harness.engine.submit(request("r", prompt(4, 100), 100, emitted=prompt(5, 61)))
+    harness.step(2)
+    sequence = running(harness, "r")
+    with torch.inference_mode():
+        assert not harness.engine.truncate(sequence, 142, next_token=3).exact
+    while harness.engine._running:
+        harness.step()
+    harness.engine._emit = emit
+    assert sequence.num_computed == 199 and sequence.bases["raw"] == 128
+    history = [*sequence.token_ids, 7]
+    with capture_logs() as logs:
+        harness.run(request("exact", history, 3, reuse=EXACT), request("any", history, 3, reuse=pb.PREFIX_REUSE_ANY))
+    assert usage(harness, "exact") == (100, True), "kept at the prompt's end"
+    assert usage(harness, "any") == (199, False)
+    assert [(line["request_id"], line["num_cached"]) for line in logs if "lossy" in line["event"]] == [("any", 199)]
+    harness.check("exact", history, first=100)
+
+
 # --- again, and twice ---
 
 
