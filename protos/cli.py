@@ -7,6 +7,7 @@ nor Ray, and a missing optional library breaks only the command that needs it.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any, NamedTuple
 
@@ -97,12 +98,23 @@ cli = LazyGroup(
 
 def main(args: list[str] | None = None) -> Any:
     """Entry point. An error of our tree becomes one line on stderr and exit status 1; a bug keeps its traceback."""
+    _fill_standard_streams()
     try:
         return cli.main(args=args, prog_name="tailpack")
     except TailpackError as error:
         # As click words its own. Hints say `tailpack ...`; whoever reads them must be able to paste them.
         click.echo(f"Error: {error}".replace("`tailpack ", f"`{program_name()} "), err=True)
         sys.exit(1)
+
+
+def _fill_standard_streams() -> None:
+    """/dev/null where whoever started this closed one: else a socket would get its number, and what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import click
 
 from protos import logs, router_pb2, rpc
 from protos.cli_options import FiniteRange, HelpAllCommand, advanced_option
-from protos.errors import InvalidRequest, TailpackError
+from protos.errors import ConfigError, InvalidRequest, TailpackError
 from protos.health import health_option
 from protos.tls_options import client_tls, client_tls_options, server_tls, server_tls_options
 from protos.tracing import endpoint_of
@@ -366,5 +366,11 @@ def _say_waiting(error: TailpackError, delay_s: float) -> None:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as failure:
+        sys.stdout = Path(os.devnull).open("w")  # or the interpreter complains when it flushes at exit
+        raise ConfigError("the answer cannot be written", reason="OUTPUT_FAILED", hint=failure.strerror) from None

@@ -317,6 +317,21 @@ def test_generate_refuses_by_name_in_one_paragraph(arguments: list[str], stdin: 
     assert ended.stdout in ("", "\n")
 
 
+async def test_an_answer_that_cannot_be_written_ends_by_name_and_ends_its_work(folder: Path) -> None:
+    async with cluster(folder, Script(IDS, endless=True, every_s=0.01)) as it:
+        command = [sys.executable, "-m", "protos.cli", "generate", "--router", it.address, "x", "--max-tokens", "4000"]
+        with Path("/dev/full").open("wb") as full:
+            ended = await asyncio.to_thread(
+                subprocess.run, command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=60
+            )
+        assert (ended.returncode, ended.stderr.count(b"\n")) == (1, 1), ended.stderr
+        assert b"OUTPUT_FAILED" in ended.stderr
+        closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command[:-1], "5"]
+        ended = await asyncio.to_thread(subprocess.run, closed, cwd=ROOT, stderr=subprocess.PIPE, timeout=60)
+        assert (ended.returncode, ended.stderr) == (0, b"")
+        await it.settled()
+
+
 @pytest.mark.parametrize("how", ["killed", "drained", "deadline"])
 async def test_what_ended_an_answer_early_is_said_after_its_text(
     folder: Path, processes: list[Process], how: str
