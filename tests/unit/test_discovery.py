@@ -91,7 +91,9 @@ async def test_following_a_name_through_an_outage() -> None:
     task = asyncio.create_task(
         follow(names, add=add, forget=forget, states=lambda: states, resolve=answer, interval_s=0.0)
     )
-    await through.wait()
+    waiting = asyncio.create_task(through.wait())
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+    assert waiting.done(), task  # an outage ends it not
     task.cancel()
     assert told == [
         ("add", "10.0.0.1:7"),
