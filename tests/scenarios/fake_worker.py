@@ -209,7 +209,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.submits.append(submit)
         error = self.refuse_new
         resumable = submit.HasField("resumable")
-        if submit.request_id in self.active and not resumable:
+        if not resumable and (submit.request_id in self.active or self.answers.holds(submit.request_id)):
             error = errors.AlreadyExists("running", reason="DUPLICATE_REQUEST")
         if error is not None:
             self._send(outbox, _failed(submit.request_id, 0, error))
