@@ -12,6 +12,9 @@ from protos.errors import CapacityError
 HEADROOM_BYTES = 256 << 20
 """Left to everything else; a store that takes the last byte has itself or its worker killed."""
 
+NO_LIMIT_BYTES = 1 << 62
+"""From here a version-1 cgroup's number means that there is no limit: it writes 2^63 less a page."""
+
 
 def check_memory(num_bytes: int, *, what: str) -> None:
     """Raises CapacityError (NOT_ENOUGH_MEMORY) when ``num_bytes`` more would not leave the headroom."""
@@ -80,12 +83,12 @@ def _limited(membership: str, root: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a cgroup file; None when there is no such file or no limit ("max")."""
+    """The number in a cgroup file; None when there is no such file or no limit ("max"; version 1: nearly 2^63)."""
     try:
         text = path.read_text().strip()
     except OSError:
         return None
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdigit() and int(text) < NO_LIMIT_BYTES else None
 
 
 def _stat(path: Path, key: str) -> int:

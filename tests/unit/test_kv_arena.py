@@ -210,7 +210,10 @@ def test_cgroup_v1_memory_hierarchy(tmp_path: Path) -> None:
         memory__usage_in_bytes="400",
         memory__stat="inactive_file 7\ntotal_inactive_file 100\n",
     )
+    # What Linux writes for "no limit" where a page has 4096 bytes.
+    _files(tmp_path / "memory", memory__limit_in_bytes="9223372036854771712", memory__usage_in_bytes="400")
     assert cgroup_room("5:devices:/x\n4:memory:/a\n", tmp_path) == [700]
+    assert cgroup_room("4:memory:/\n", tmp_path) == []
 
 
 @pytest.mark.parametrize("membership", ["", "0::/gone\n", "0::/../outside\n", "3:cpu:/a\n"])
