@@ -245,14 +245,24 @@ def one_worker_options(command: Any) -> Any:
         advanced_option(
             "--checkpoints", default=-1, help="Tails kept for exact resumes.  [default: as many as --max-running]"
         ),
-        advanced_option("--admission", default="worst_case", show_default=True, metavar=_ADMISSIONS),
-        advanced_option("--arena-bytes", type=num_bytes, default="1G", show_default=True),
-        advanced_option("--max-running", default=16, show_default=True),
-        advanced_option("--max-waiting", default=1024, show_default=True),
-        advanced_option("--max-sequence-tokens", default=0, help="[default: the model's]"),
-        advanced_option("--prefill-chunk", default=256, show_default=True),
-        advanced_option("--threads", default=0, help="[default: one per core]"),
-        advanced_option("--drain-s", type=seconds, default=30.0, show_default=True),
+        advanced_option(
+            "--admission", default="worst_case", show_default=True, metavar=_ADMISSIONS, help="As for `tailpack up`."
+        ),
+        advanced_option(
+            "--arena-bytes", type=num_bytes, default="1G", show_default=True, help="Memory of the worker's KV cache."
+        ),
+        advanced_option("--max-running", default=16, show_default=True, help="Sequences that a step can hold."),
+        advanced_option("--max-waiting", default=1024, show_default=True, help="Sequences that may queue."),
+        advanced_option("--max-sequence-tokens", default=0, help="Prompt and output together.  [default: the model's]"),
+        advanced_option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a step, at most."),
+        advanced_option("--threads", default=0, help="Of the CPU's products.  [default: one per core]"),
+        advanced_option(
+            "--drain-s",
+            type=seconds,
+            default=30.0,
+            show_default=True,
+            help="How long running answers may go on at the end.",
+        ),
         server_tls_options,
         advanced_option(
             "--otlp-endpoint", metavar="URL", help="Collector that traces go to.  [default: OTEL_* variables]"
@@ -274,7 +284,7 @@ def worker_group() -> None:
 @worker_group.command(cls=HelpAllCommand)
 @one_worker_options
 @click.option("--listen", default="127.0.0.1:0", show_default=True, help="host:port; port 0 takes a free one.")
-@click.option("--worker-id", default="worker-0", show_default=True)
+@click.option("--worker-id", default="worker-0", show_default=True, help="Its name in answers, logs and metrics.")
 @advanced_option("--device", default="cpu:0", show_default=True, help="Or a GPU: cuda:0, cuda:GPU-<uuid>.")
 @advanced_option(
     "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="Where Prometheus finds /metrics, or none."
