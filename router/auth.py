@@ -120,7 +120,10 @@ class Authenticator:
     def _tenant_of(self, authorization: str | None, x_tenant: str) -> str:
         if not authorization:
             raise Unauthenticated(
-                "this router demands a token", reason="TOKEN_MISSING", allowed="authorization: Bearer <token>"
+                "this router demands a token",
+                reason="TOKEN_MISSING",
+                allowed="authorization: Bearer <token>",
+                hint="tailpack's commands take it from --token-file or $TAILPACK_TOKEN",
             )
         scheme, _, token = authorization.partition(" ")
         token = token.strip(" ")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protos.metrics import build_version
-from router.bench_load import Run
+from router.bench_load import UNFINISHED, Run
 from router.bench_statistics import Durations
 
 PERCENTILES = (50, 90, 99)
@@ -69,12 +69,21 @@ def show(run: Run, console: Console) -> None:
     console.print(table)
     tokens, requests = (value for _, value in rates(run).values())
     chunks = f", {measured.num_chunk_tokens / measured.num_chunks:.1f} tokens a chunk" if measured.num_chunks else ""
-    console.print(f"{tokens:.1f} output tokens/s, {requests:.2f} answers/s{chunks}")
+    if measured.window_s:
+        console.print(f"{tokens:.1f} output tokens/s, {requests:.2f} answers/s{chunks}")
+    else:
+        console.print("it ended before anything was measured")
     if measured.cached_tokens:
         console.print(f"{measured.cached_tokens / measured.prompt_tokens:.1%} of the prompts' tokens were cached")
     if measured.errors:
         errors = ", ".join(f"{reason} {count}" for reason, count in measured.errors.most_common())
         console.print(f"not answered: {errors}", style="red", markup=False)
+        if measured.errors[UNFINISHED] and load.rate:
+            console.print(
+                f"UNFINISHED: not done {load.drain_s:g} s after the last was sent; the cluster did not keep up with "
+                f"{load.rate:g} requests/s. Lower --rate; --concurrency shows what the cluster can do.",
+                style="yellow",
+            )
     else:
         console.print("no errors")
     lag, cpu = run.generator.lag, run.generator.cpu_share
