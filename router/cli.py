@@ -372,5 +372,5 @@ def _write(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as failure:
-        sys.stdout = Path(os.devnull).open("w")  # or the interpreter complains when it flushes at exit
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - or the interpreter complains at exit
         raise ConfigError("the answer cannot be written", reason="OUTPUT_FAILED", hint=failure.strerror) from None
