@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 from typing import Any, NamedTuple
 
@@ -102,8 +103,11 @@ def main(args: list[str] | None = None) -> Any:
     try:
         return cli.main(args=args, prog_name="tailpack")
     except TailpackError as error:
-        # As click words its own. Hints say `tailpack ...`; whoever reads them must be able to paste them.
-        click.echo(f"Error: {error}".replace("`tailpack ", f"`{program_name()} "), err=True)
+        # As click words its own. Whoever reads hints must be able to paste them, and another Python's pip would take
+        # what an index holds under our name.
+        told = f"Error: {error}".replace("`tailpack ", f"`{program_name()} ")
+        pip = f"{shlex.quote(sys.executable)} -m pip install 'tailpack["
+        click.echo(told.replace("pip install 'tailpack[", pip), err=True)
         sys.exit(1)
 
 
