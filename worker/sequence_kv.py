@@ -107,6 +107,7 @@ class SequenceKv:
         kv_moves.refill_tails(self.kv, answer.refills, "resume", self._on_gpu)
         if answer.copies or answer.tail_copies or answer.refills:
             self.kv.settle()
+        self._attachment.control.commit(opened.slot, answer.num_cached)
         return None
 
     def release(self, ended: Seq, *, keep: bool) -> None:

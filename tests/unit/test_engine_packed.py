@@ -124,6 +124,22 @@ def test_the_same_prompt_again_computes_one_token(load: Callable[..., Harness]) 
     assert load_now.rows_dequantised_resume == 0
 
 
+def test_an_abort_between_a_resume_and_its_first_step_hurts_nobody(load: Callable[..., Harness]) -> None:
+    """The budget of the step goes to an older prompt, so the resumed one holds rows and has computed none."""
+    harness = load(prefill_chunk=16, checkpoints=4, **TQ4)
+    history = prompt(1, 300)
+    history += harness.run(request("one", history, 5))["one"]
+    harness.engine.submit(request("older", prompt(2, 100), 5))
+    harness.engine.submit(request("two", [*history, *prompt(3, 20)], 5, reuse=EXACT))
+    harness.step()
+    assert running(harness, "two").num_computed == 304 and running(harness, "older").num_computed == 16
+    assert harness.attachment.verify() == []
+    assert harness.engine.abort("two")
+    answer = harness.run(request("three", [*history, 7], 5, reuse=EXACT))["three"]
+    assert len(answer) == len(harness.tokens("older")) == 5
+    assert usage(harness, "three") == (304, True)
+
+
 def test_without_a_checkpoint_a_hit_says_that_it_is_inexact(load: Callable[..., Harness]) -> None:
     harness = load(checkpoints=0, deterministic=True, **TQ4)
     ids = prompt(1, 700)
