@@ -133,9 +133,7 @@ def test_an_error_of_ours_is_one_line_and_exit_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_args: object, **_kwargs: object) -> None:
-        raise ConfigError(
-            "no such thing", given="x", allowed="y", hint="use `tailpack y`, or pip install 'tailpack[y]'"
-        )
+        raise ConfigError("no such thing", given="x", allowed="y", hint="use `tailpack y` or pip install 'tailpack[y]'")
 
     monkeypatch.setattr(sys, "argv", ["./bin/tailpack"])
     monkeypatch.setattr(cli.cli, "main", broken)
@@ -143,7 +141,7 @@ def test_an_error_of_ours_is_one_line_and_exit_status_1(
         cli.main([])
     assert status.value.code == 1
     assert capsys.readouterr().err == (
-        "Error: no such thing; given: x; allowed: y; use `./bin/tailpack y`, or "
+        "Error: no such thing; given: x; allowed: y; use `./bin/tailpack y` or "
         f"{shlex.quote(sys.executable)} -m pip install 'tailpack[y]' [BAD_CONFIG]\n"
     )
 
