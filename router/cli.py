@@ -22,6 +22,7 @@ from protos import logs, router_pb2, rpc
 from protos.cli_options import FiniteRange, HelpAllCommand, advanced_option
 from protos.errors import ConfigError, InvalidRequest, TailpackError
 from protos.health import health_option
+from protos.metrics import OFF
 from protos.tls_options import client_tls, client_tls_options, server_tls, server_tls_options
 from protos.tracing import endpoint_of
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES
@@ -46,7 +47,7 @@ def router_group() -> None:
 @click.option(
     "--http",
     metavar="HOST:PORT",
-    help="OpenAI-compatible HTTP, health and /metrics; or none.  [default: the port behind --listen's]",
+    help="OpenAI-compatible HTTP, health and, without --tokens, /metrics; or none.  [default: behind --listen's port]",
 )
 @click.option("--worker", "workers", multiple=True, metavar="HOST:PORT", help="A worker; repeatable.")
 @advanced_option(
@@ -96,6 +97,9 @@ def router_group() -> None:
     metavar="PATH",
     help="Serve on this unix socket as well, in plain text and without tokens: to whoever may open it.",
 )
+@advanced_option(
+    "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="Where Prometheus finds /metrics, or none."
+)
 @health_option
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log (default: JSON unless at a terminal).")
 @advanced_option("--log-prompts", is_flag=True, help="Log what callers send; without it no log has text of prompts.")
@@ -106,6 +110,7 @@ def serve_command(
     http: str | None,
     workers: tuple[str, ...],
     worker_dns: tuple[str, ...],
+    metrics: str,
     health: str,
     model_dir: Path,
     drain_s: float,
@@ -149,10 +154,11 @@ def serve_command(
         http=http,
         worker_dns=tuple(WorkerDns.parse(name) for name in worker_dns),
         health=health,
+        metrics=metrics,
     )
 
-    def listening(address: str, http: str | None) -> None:
-        click.echo(json.dumps({"ready": True, "address": address, "http": http}))
+    def listening(address: str, http: str | None, metrics_url: str | None) -> None:
+        click.echo(json.dumps({"ready": True, "address": address, "http": http, "metrics": metrics_url}))
         sys.stdout.flush()
 
     rpc.run(serve(config, listening))

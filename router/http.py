@@ -27,8 +27,7 @@ from router.requests import Requests
 log = structlog.get_logger("http")
 
 _OPEN_PATHS = ("/health/live", "/health/ready", "/metrics")
-"""These need no token: probes and Prometheus have none. They hold nothing of any request, but /metrics tells whoever
-reaches this door the tenants of the tokens file, and how many calls each has open."""
+"""These need no token: probes and Prometheus have none. They hold nothing of any request."""
 
 
 class HttpDoor:
@@ -36,7 +35,7 @@ class HttpDoor:
 
     Args:
         tenant_of: as for rpc.RpcServer. None: callers name their tenant in x-tenant as they like.
-        page: of /metrics.
+        page: of /metrics, which is here only without tenant_of.
     """
 
     def __init__(
@@ -112,6 +111,14 @@ class HttpDoor:
         return json_response({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
+        """Not where tokens are demanded: it names their tenants, what each has open and may spend."""
+        if self._tenant_of is not None:
+            raise NotFound(
+                "metrics are not at a door that demands tokens",
+                reason="METRICS_ELSEWHERE",
+                given=request.url.path,
+                hint="give the router --metrics HOST:PORT, an address that Prometheus alone reaches",
+            )
         body, content_type = self._page(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import ssl
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import structlog
 
 from protos import kserve_pb2_grpc, router_pb2_grpc, rpc, tracing, types_pb2
 from protos.health import serving_health
-from protos.metrics import OFF, EventLoopProbe, ProcessMetrics, exported
+from protos.metrics import OFF, PATH, EventLoopProbe, MetricsServer, Page, ProcessMetrics, exported, metrics_page
+from protos.small_http import CONNECTION_TIMEOUT_S
 from protos.tls import ClientTls, ServerTls
 from protos.tls_metrics import CertificateCollector
 from router import discovery, kserve
@@ -37,9 +40,10 @@ class RouterConfig:
     """listen: host:port, port 0 takes a free one. drain_s: how long running streams may go on after SIGTERM.
 
     worker_dns: names behind which more workers are; looked up again and again. health: host:port of a plain HTTP page
-    that says whether this process is alive and ready, or OFF.
+    that says whether this process is alive and ready, or OFF. metrics: host:port of /metrics alone, or OFF.
 
-    http: host:port of the HTTP door, port 0 a free one; None: behind listen's; OFF: no such door.
+    http: host:port of the HTTP door, port 0 a free one; None: behind listen's; OFF: no such door. Without tokens it has
+    /metrics as well: with them, that would show the tenants to whoever reaches it.
 
     log_prompts: a request's line in the log has its prompt as well. otlp_endpoint: where spans go. tokens: file of
     tenants' tokens; None: callers are taken at their word. tls: of this router's doors; worker_tls: of the way to
@@ -62,6 +66,7 @@ class RouterConfig:
     http: str | None = None
     worker_dns: tuple[WorkerDns, ...] = ()
     health: str = OFF
+    metrics: str = OFF
 
     @property
     def http_address(self) -> str:
@@ -73,17 +78,17 @@ class RouterConfig:
         return f"{host}:{int(port) + 1 if int(port) else 0}"
 
 
-async def serve(config: RouterConfig, listening: Callable[[str, str | None], None]) -> None:
+async def serve(config: RouterConfig, listening: Callable[[str, str | None, str | None], None]) -> None:
     """Runs until SIGTERM or SIGINT, then drains; a second signal ends it at once.
 
     Args:
-        listening: told the bound address of gRPC, and the URL of the HTTP door where there is one.
+        listening: told the bound address of gRPC, and the URLs of the HTTP door and of the metrics, or None.
 
     Raises:
         ConfigError, ModelError: it cannot start.
     """
     rpc.check_free(config.listen)  # before the tokenizer is read, which takes a second
-    for door in (config.http_address, config.health):
+    for door in (config.http_address, config.health, config.metrics):
         if door != OFF:
             rpc.check_free(door)
     authenticator = Authenticator(config.tokens)
@@ -100,70 +105,90 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None], Non
         (ready if any_ready else not_ready).set()
         (not_ready if any_ready else ready).clear()
 
-    traces = tracing.configure("router", config.otlp_endpoint)
-    requests = Requests(
-        Tokenizer(config.model_dir),
-        list(config.workers),
-        max_in_flight=config.max_in_flight,
-        max_request_bytes=config.max_request_bytes,
-        log_prompts=config.log_prompts,
-        tracing=traces,
-        limits_of=authenticator.limits_of,
-        worker_tls=config.worker_tls,
-        switches=switches(config),
-        on_ready=on_ready,
-    )
-    server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
-    server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, KserveService(requests), kserve.SERVICE_NAME)
-    http: HttpServer | None = None
-    if config.http_address != OFF:
-        tls = server.certificate.ssl_context() if server.certificate is not None else None
-        http = HttpServer(HttpDoor(requests, tenant_of=tenant_of), tls)
     stop, stop_now = _watch_signals()
-    address = await server.start(config.listen)
-    servers = [server]
-    if local is not None:
-        local.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
-        await local.start(f"unix:{config.local_socket}")
-        servers.append(local)
-    http_url = await http.start(config.http_address) if http is not None else None
-    gc.collect()
-    gc.freeze()  # what is loaded by now stays: to go through it in each full collection holds all streams up for 15 ms
-    requests.start()
-    probe = EventLoopProbe()
-    tasks = [asyncio.create_task(_mirror_health(servers, ready, not_ready)), asyncio.create_task(probe.run())]
-    if config.worker_dns:
-        registry = requests.registry
-        following = discovery.follow(
-            config.worker_dns,
-            add=registry.add,
-            forget=registry.forget,
-            states=registry.states,
-            keep=config.workers,
-        )
-        tasks.append(asyncio.create_task(following))
-    try:
-        certificate = CertificateCollector(server.certificate)
-        with exported(ProcessMetrics("router", probe), RouterCollector(requests, authenticator), certificate):
-            async with serving_health(config.health, lambda: server.ready, probe):
-                listening(address, http_url)
-                await stop.wait()
-                tasks[0].cancel()
-                for each in servers:
-                    await each.set_ready(False)
-                log.info("draining", in_flight=requests.admission.num_in_flight, grace_s=config.drain_s)
-                await _first(requests.drain(config.drain_s), stop_now.wait())
-                log.info("stopping", in_flight=requests.admission.num_in_flight)
-    finally:
-        for task in tasks:
-            task.cancel()
-        if http is not None:
-            await http.stop()
-        for each in servers:
-            await each.stop(0.0)
-        await requests.close()
+    async with AsyncExitStack() as stack:  # whatever fails here, what runs by then is stopped, the newest first
+        traces = tracing.configure("router", config.otlp_endpoint)
         if traces is not None:
-            await asyncio.to_thread(traces.stop)
+            stack.push_async_callback(asyncio.to_thread, traces.stop)
+        requests = Requests(
+            Tokenizer(config.model_dir),
+            list(config.workers),
+            max_in_flight=config.max_in_flight,
+            max_request_bytes=config.max_request_bytes,
+            log_prompts=config.log_prompts,
+            tracing=traces,
+            limits_of=authenticator.limits_of,
+            worker_tls=config.worker_tls,
+            switches=switches(config),
+            on_ready=on_ready,
+        )
+        stack.push_async_callback(requests.close)
+        server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
+        server.add(
+            kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, KserveService(requests), kserve.SERVICE_NAME
+        )
+        address = await server.start(config.listen)
+        stack.push_async_callback(server.stop, 0.0)
+        servers = [server]
+        if local is not None:
+            local.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)
+            await local.start(f"unix:{config.local_socket}")
+            stack.push_async_callback(local.stop, 0.0)
+            servers.append(local)
+        http_url: str | None = None
+        if config.http_address != OFF:
+            http = HttpServer(HttpDoor(requests, tenant_of=tenant_of), _tls_of(server))
+            stack.push_async_callback(http.stop)
+            http_url = await http.start(config.http_address)
+        gc.collect()
+        gc.freeze()  # what is loaded by now stays: going through it in each full collection holds all streams up 15 ms
+        requests.start()
+        probe = EventLoopProbe()
+        tasks = [asyncio.create_task(_mirror_health(servers, ready, not_ready)), asyncio.create_task(probe.run())]
+        if config.worker_dns:
+            registry = requests.registry
+            following = discovery.follow(
+                config.worker_dns,
+                add=registry.add,
+                forget=registry.forget,
+                states=registry.states,
+                keep=config.workers,
+            )
+            tasks.append(asyncio.create_task(following))
+        for task in tasks:
+            stack.callback(task.cancel)
+        certificate = CertificateCollector(server.certificate)
+        stack.enter_context(
+            exported(ProcessMetrics("router", probe), RouterCollector(requests, authenticator), certificate)
+        )
+        metrics_url = f"{http_url}{PATH}" if http_url is not None and tenant_of is None else None
+        if config.metrics != OFF:
+            metrics = MetricsServer(_page_of(asyncio.get_running_loop()), tls=_tls_of(server))
+            stack.push_async_callback(asyncio.to_thread, metrics.stop)
+            metrics_url = metrics.start(config.metrics)
+        await stack.enter_async_context(serving_health(config.health, lambda: server.ready, probe))
+        listening(address, http_url, metrics_url)
+        await stop.wait()
+        tasks[0].cancel()
+        for each in servers:
+            await each.set_ready(False)
+        log.info("draining", in_flight=requests.admission.num_in_flight, grace_s=config.drain_s)
+        await _first(requests.drain(config.drain_s), stop_now.wait())
+        log.info("stopping", in_flight=requests.admission.num_in_flight)
+
+
+def _page_of(loop: asyncio.AbstractEventLoop) -> Page:
+    """The page as this loop makes it, for a server in another thread: what it reads, and clears up, is the loop's."""
+
+    async def page(accept: str) -> tuple[bytes, str]:
+        return metrics_page(accept)
+
+    return lambda accept: asyncio.run_coroutine_threadsafe(page(accept), loop).result(CONNECTION_TIMEOUT_S)
+
+
+def _tls_of(server: rpc.RpcServer) -> ssl.SSLContext | None:
+    """For another door with the same certificate, a renewed one included; None: in plain text."""
+    return server.certificate.ssl_context() if server.certificate is not None else None
 
 
 def switches(config: RouterConfig) -> list[types_pb2.Switch]:

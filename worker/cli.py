@@ -137,7 +137,7 @@ def deepseek_v4_options(command: Any) -> Any:
     default="127.0.0.1:0",
     show_default=True,
     metavar="HOST:PORT",
-    help="Where Prometheus finds /metrics: the kvstore at PORT, workers behind it; port 0: free ones; or none.",
+    help="Where Prometheus finds /metrics: the kvstore at PORT, workers and router behind; port 0: free ones; or none.",
 )
 @advanced_option("--otlp-endpoint", metavar="URL", help="Collector that traces go to.  [default: OTEL_* variables]")
 @advanced_option("--log-prompts", is_flag=True, help="Log what callers send; without it no log has text of prompts.")

@@ -141,6 +141,7 @@ class Cluster:
             arguments += ["--drain-s", str(config.drain_s), "--otlp-endpoint", config.otlp_endpoint or "none"]
             arguments += ["--log-prompts"] if config.log_prompts else []
             arguments += ["--http", config.http] if config.http is not None else []
+            arguments += ["--metrics", _metrics_address(config.metrics, 1 + config.workers)]
             arguments += ["--local-socket", str(self.router_socket)]
             arguments += ["--tokens", str(config.tokens)] if config.tokens else []
             if config.tls is not None:
@@ -151,7 +152,7 @@ class Cluster:
             self._router = Child("router", arguments, self.logs / "router.log")
             listening = self._router.wait_ready(START_TIMEOUT_S)
             self.router_address, self.http_url = str(listening["address"]), listening["http"]
-            self._metrics += [f"{self.http_url}/metrics"] if self.http_url else []
+            self._metrics.append(listening["metrics"])
             self._wait_router_ready()
             done(self.router_address + (f", {self.http_url}" if self.http_url else ""))
 
@@ -198,7 +199,7 @@ class Cluster:
                     _free_address(),
                     drain_s=self.config.drain_s,
                     log_file=log_file,
-                    metrics=_metrics_address(self.config.metrics, index),
+                    metrics=_metrics_address(self.config.metrics, 1 + index),
                     otlp_endpoint=self.config.otlp_endpoint,
                 )
             )
@@ -416,8 +417,8 @@ def _free_address(host: str = "127.0.0.1") -> str:
 
 
 def _metrics_address(first: str, index: int) -> str:
-    """Of a worker's metrics, where the kvstore's are at ``first``: behind it; port 0 is a free one; or OFF."""
+    """Of a worker's or the router's metrics, where the kvstore's are at ``first``; port 0 is a free one; or OFF."""
     if first == OFF:
         return OFF
     host, _, port = first.rpartition(":")
-    return f"{host}:{int(port) + 1 + index}" if int(port) else _free_address(host)
+    return f"{host}:{int(port) + index}" if int(port) else _free_address(host)

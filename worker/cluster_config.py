@@ -35,7 +35,7 @@ LEAST_KV_BYTES = 1 << 20  # that may be asked for
 class ClusterConfig:
     """What to run. ``kv_bytes`` None takes what is free, at most 1 GiB a worker (16 GiB on a GPU); ``threads`` 0
     divides the cores. ``gpus``: of each worker; none: all are on the CPU. ``metrics``: host:port of the kvstore's page
-    for Prometheus, the workers' follow; port 0: free ones; or OFF. ``http``: of the router's HTTP
+    for Prometheus, the workers' and the router's follow; port 0: free ones; or OFF. ``http``: of the router's HTTP
     door; None: the router's default; or OFF. ``otlp_endpoint``: where spans go; None: nowhere. ``tokens``, ``tls``: of
     the router's doors; all else is on this machine's loopback and unix sockets.
     """
@@ -94,7 +94,7 @@ class ClusterConfig:
         _check_doors(
             [listen],
             _ports(settings.get("http") or _behind(listen), 1),
-            _ports(settings.get("metrics") or OFF, 1 + settings.get("workers", 1)),
+            _ports(settings.get("metrics") or OFF, 2 + settings.get("workers", 1)),
         )
         if (tls := settings.get("tls")) is not None:
             ServerCertificate(tls, "router")

@@ -4,9 +4,6 @@
 {{- if and $v.tls.clientCertificates (eq $v.tls.mode "none") }}
 {{- fail "tls.clientCertificates is on, but tls.mode is none: there is no TLS to ask for certificates" }}
 {{- end }}
-{{- if and $v.monitoring.serviceMonitors.enabled (not $v.routers.http) }}
-{{- fail "monitoring.serviceMonitors is on, but routers.http is off: a router's metrics are at its HTTP door" }}
-{{- end }}
 {{- if and $v.networkPolicy.enabled $v.tracing.otlpEndpoint (not $v.networkPolicy.tracing) }}
 {{- fail "networkPolicy.tracing is empty: say where the collector of traces is, as NetworkPolicy peers, or no span gets there" }}
 {{- end }}

@@ -3,6 +3,7 @@
 routerGrpc: 7700
 routerHttp: 7701
 routerHealth: 7702
+routerMetrics: 7703
 kvstoreMetrics: 7721
 kvstoreHealth: 7722
 workersHealth: 7723

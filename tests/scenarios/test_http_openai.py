@@ -509,8 +509,12 @@ async def test_tokens_name_tenants_before_a_body_is_read(folder: Path) -> None:
         ]
         assert {(reply.status, reply.error["code"]) for reply in refused} == {(401, "TOKEN_UNKNOWN")}
         assert {reply.headers["www-authenticate"] for reply in refused} == {"Bearer"}
-        for path in ("/health/live", "/health/ready", "/metrics"):
+        for path in ("/health/live", "/health/ready"):
             assert (await door.send("GET", path)).status == 200
+        for headers in ({}, {"authorization": "Bearer secret"}):  # it would name the tenants
+            elsewhere = await door.send("GET", "/metrics", headers=headers)
+            assert (elsewhere.status, elsewhere.error["code"]) == (404, "METRICS_ELSEWHERE")
+            assert "--metrics HOST:PORT" in elsewhere.error["message"]
         async with door.openai(api_key="secret") as client:
             await client.completions.create(model="tiny", prompt="x")
         assert door.harness.workers[0].submits[0].tenant == "search"

@@ -87,6 +87,7 @@ async def test_a_router_with_everything_shut_serves_those_it_knows(tmp_path: Pat
     }
     arguments = [part for name, file in files.items() for part in (f"--{name}", str(file))]
     arguments += ["--worker", address, "--model-dir", str(model), "--listen", "0.0.0.0:0"]
+    arguments += ["--metrics", "127.0.0.1:0"]
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(worker.stop)
         process = stack.enter_context(router(log, *arguments))
@@ -101,7 +102,12 @@ async def test_a_router_with_everything_shut_serves_those_it_knows(tmp_path: Pat
         assert (await get(url, "/v1/models", client_context(shown), {})).status == 401
         with pytest.raises((OSError, EOFError)):
             await get(url, "/v1/models", client_context(ClientTls(authority.cert)), bearer)
-        page = (await get(url, "/metrics", client_context(shown), {})).body.decode()
+        assert (await get(url, "/metrics", client_context(shown), bearer)).status == 404
+        own_door = ready["metrics"].removesuffix("/metrics")
+        with pytest.raises((OSError, EOFError)):
+            await get(own_door, "/metrics", client_context(ClientTls(authority.cert)), {})
+        page = (await get(own_door, "/metrics", client_context(shown), {})).body.decode()
+        assert "tailpack_router_received_total 1.0" in page
         (line,) = (
             line for line in page.splitlines() if line.startswith("tailpack_tls_certificate_expires_in_seconds ")
         )

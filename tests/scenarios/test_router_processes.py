@@ -18,8 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import errors, router_pb2, rpc, types_pb2
 from protos.errors import TailpackError
+from router import server
 from router.answer_output import json_line
 from router.client import AsyncTailpack
+from router.server import RouterConfig
 from router.service import SERVICE_NAME
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 from tests.scenarios.router_harness import ONCE, ROOT, Process, answer, cluster, fake_worker_process, until
@@ -227,6 +229,19 @@ def test_a_router_that_cannot_start_says_why(folder: Path, tmp_path: Path) -> No
     assert ended.returncode == 1
     assert "BAD_TOKENIZER" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+async def test_a_router_whose_http_port_is_taken_leaves_no_door_open(folder: Path, tmp_path: Path) -> None:
+    """Where it is part of another process, which lives on."""
+    own = tmp_path / "router.sock"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = RouterConfig(f"unix:{own}", ("127.0.0.1:1",), folder, http=f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(errors.ConfigError, match="PORT_IN_USE"):
+            patch.setattr(rpc, "check_free", lambda address: None)  # it is taken behind the look
+            await server.serve(config, lambda *_: None)
+    with pytest.raises(errors.Unavailable):
+        async with AsyncTailpack(f"unix:{own}", retry=ONCE) as client:
+            await client.stats()
 
 
 # --- tailpack generate ---

@@ -183,10 +183,6 @@ def test_no_template_is_a_crd() -> None:
         (MODEL + "tls: {clientCertificates: true}", "tls.clientCertificates is on, but tls.mode is none"),
         (MODEL + "tls: {mode: secrets}", "tls.secrets.*: name the Secret"),
         (MODEL + "tls: {mode: certManager}", "issuerRef.name: name the issuer"),
-        (
-            MODEL + "routers: {http: false}\nmonitoring: {serviceMonitors: {enabled: true}}",
-            "monitoring.serviceMonitors is on, but routers.http is off",
-        ),
         (MODEL + "monitoring: {rules: {enabled: true, requestAgeSeconds: 60}}", "above longestStreamSeconds"),
         (MODEL + "routers: {autoscaling: {minReplicas: 9}}", "minReplicas is above maxReplicas"),
         (MODEL + "routers: {autoscaling: {by: queuedTokens}}", "prometheusUrl"),
@@ -321,6 +317,16 @@ def test_selectors_select_pods_of_one_component(case: str) -> None:
             "publishNotReadyAddresses"
         ]  # or nobody would see a drain, or a router without workers
         assert {e["port"] for e in monitor["spec"]["endpoints"]} <= {p["name"] for p in services[0]["spec"]["ports"]}
+
+
+def test_routers_are_scraped_at_a_port_that_callers_do_not_reach() -> None:
+    """Its page names the tenants. Also without an HTTP door."""
+    objects = render(MODEL + "routers: {http: false}\nmonitoring: {serviceMonitors: {enabled: true}}")
+    assert argument(container(objects, "router"), "--metrics") == "0.0.0.0:7703"
+    (metrics,) = (s for s in of_kind(objects, "Service") if s["metadata"]["name"].endswith("router-metrics"))
+    (port,) = metrics["spec"]["ports"]
+    own = {p["name"]: p["containerPort"] for p in container(objects, "router")["ports"]}
+    assert (port["port"], own[port["targetPort"]]) == (7703, 7703)
 
 
 def test_two_releases_do_not_select_each_others_pods() -> None:
@@ -606,7 +612,7 @@ OUTSIDE = {
 ALLOWED = {
     ("app", "router"): {GRPC, HTTP},
     ("client", "router"): {GRPC},
-    ("prometheus", "router"): {HTTP},
+    ("prometheus", "router"): {7703},
     ("prometheus", "worker"): {7721, 6385, *range(7750, 7758)},
     ("prometheus", "head"): {6385},
     ("router", "worker"): set(range(7730, 7738)),
