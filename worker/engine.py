@@ -151,7 +151,7 @@ class Engine:
                 self.submit(
                     Request(
                         request_id=WARM_UP,
-                        tenant="",
+                        tenant=WARM_UP,  # so that nobody's prompt goes on from what it leaves
                         prompt=(0,),
                         sampling=Sampling(),
                         stop=StopConditions(max_tokens=1, ignore_eos=True),

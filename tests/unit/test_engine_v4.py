@@ -367,6 +367,14 @@ def test_an_exact_prefix_hit_goes_on_with_window_carry_and_pending_rows(
     assert harness.dequantised == 0 and harness.attachment.verify() == []
 
 
+def test_no_prompt_goes_on_from_the_warm_up(small: Reference) -> None:
+    """Its one token is the first of every prompt where 0 is the mark of the beginning."""
+    harness = V4Harness(small)
+    harness.engine.warm_up()
+    harness.run(request("r", [0, *prompt(6, 20)], 2))
+    assert usage(harness, "r") == (0, True)
+
+
 def test_without_a_kept_boundary_nothing_is_reused(small: Reference) -> None:
     """Pages are all there, but what waits for a block cannot be made of them."""
     harness = V4Harness(small, checkpoints=0)
