@@ -31,7 +31,9 @@ from router.auth import check_tenant, file_lines, new_token
 from router.client import DEFAULT_ADDRESS, MAX_TIMEOUT_S, RetryPolicy, as_chat, build_request
 from router.connection_options import Connection, connection_options
 from router.discovery import WorkerDns
+from router.relay import MAX_PENDING_BYTES
 from router.server import RouterConfig, serve
+from router.unread import DEFAULT_MAX_UNREAD_BYTES
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -83,6 +85,13 @@ def router_group() -> None:
     type=click.IntRange(min=rpc.MAX_MESSAGE_BYTES),
     help="Bytes of all requests at one time; more are refused with a retry hint.",
 )
+@advanced_option(
+    "--max-unread-bytes",
+    default=DEFAULT_MAX_UNREAD_BYTES,
+    show_default=True,
+    type=click.IntRange(min=MAX_PENDING_BYTES),
+    help="Of all answers, gathered for callers who do not read; above, the largest of them ends with an error.",
+)
 @click.option(
     "--tokens",
     type=click.Path(path_type=Path),
@@ -116,6 +125,7 @@ def serve_command(
     drain_s: float,
     max_in_flight: int,
     max_request_bytes: int,
+    max_unread_bytes: int,
     tokens: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -145,6 +155,7 @@ def serve_command(
         drain_s,
         max_in_flight,
         max_request_bytes,
+        max_unread_bytes,
         log_prompts,
         otlp_endpoint=endpoint_of(otlp_endpoint),
         tokens=tokens,

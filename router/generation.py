@@ -159,7 +159,7 @@ class Answer:
             try:
                 return await relay.next_chunk()
             except (Unavailable, CapacityError) as error:  # before any token: what was emitted comes ahead of an error
-                if len(tried) >= MAX_ATTEMPTS:
+                if relay.num_tokens or len(tried) >= MAX_ATTEMPTS:
                     raise
                 failure = error
                 relay_span.end(error=error.reason)
@@ -251,6 +251,7 @@ class Answer:
             itl=itl,
             emitted=emitted,
             skip=skip,
+            unread=self._requests.unread,
         )
 
     # --- the end ---
@@ -259,6 +260,8 @@ class Answer:
         outcome, reason = self._outcome(error)
         if self._stream is not None:
             self._stream.leave(delivered=bool(self._finish_reason))
+        if self._relay is not None:
+            self._relay.close()
         if outcome in ("rejected", "failed") and self._num_charged and not (self._relay and self._relay.num_tokens):
             self._requests.tenants.charge(self.call.tenant, -self._num_charged)  # it got nothing for them
         if self._entered:

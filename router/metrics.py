@@ -149,6 +149,11 @@ class RouterCollector(LazyCollector):
             "tailpack_router_held_request_bytes", "Of the requests in flight, as received.", value=admission.held_bytes
         )
         yield GaugeMetricFamily(
+            "tailpack_router_unread_bytes",
+            "Of answers, gathered for callers who have yet to read them.",
+            value=requests.unread.num_bytes,
+        )
+        yield GaugeMetricFamily(
             "tailpack_router_draining", "1: new requests are refused.", value=float(admission.draining)
         )
 

@@ -17,6 +17,7 @@ from router.detokenizer import Detokenizer
 from router.metrics import TokenPace
 from router.replay import Skip
 from router.stop_strings import StopStringFilter
+from router.unread import Unread
 
 MAX_PENDING_BYTES = 4 << 20
 """Of one answer, unread by its caller. Text of about half a million tokens; far below gRPC's message limit."""
@@ -57,9 +58,11 @@ class Relay:
         itl: Histogram,
         emitted: Callable[[int], None] = lambda num_tokens: None,
         skip: Skip | None = None,
+        unread: Unread | None = None,
     ) -> None:
         """
         Args:
+            unread: where what its caller has not read is counted with that of others; None: it is alone.
             source: what may be asked of the worker about the sequence.
             itl: where the gaps between tokens are counted.
             emitted: told the number of tokens of each step.
@@ -80,6 +83,7 @@ class Relay:
         self._first_token = skip.place.token_offset if skip is not None else 0
         self._more_waits = False  # the worker holds back more of a replay
         self._emitted = emitted
+        self._unread = unread or Unread()
         self._wake = asyncio.Event()
         self._chunk = router_pb2.GenerateResponse(request_id=request_id, worker_id=worker_id)  # what gathers
         self._texts: list[str] = []
@@ -91,6 +95,30 @@ class Relay:
         )
         self._error: TailpackError | None = None
         self._last_chunk_taken = False
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Gathered since the caller's last chunk, roughly."""
+        return self._pending_bytes
+
+    def close(self) -> None:
+        """Nobody will read any more of it."""
+        self._forget_pending()
+
+    def shed(self, num_bytes: int, allowed: int) -> None:
+        """Frees what gathered: the answers of this router hold too much together, and this one most of it."""
+        error = _slow_reader(f"{self._pending_bytes} bytes unread, {num_bytes} of all callers", f"{allowed} of all")
+        if not self.ended:
+            self._source.leave()
+        self.ended, self._skip = True, None
+        self._error = self._error or error
+        self._chunk = router_pb2.GenerateResponse(request_id=self._request_id, worker_id=self._worker_id)
+        self._forget_pending()
+        self._wake.set()
+
+    def _forget_pending(self) -> None:
+        num_bytes, self._texts, self._pending_bytes = self._pending_bytes, [], 0
+        self._unread.free(self, num_bytes)
 
     # --- the worker's side ---
 
@@ -161,21 +189,17 @@ class Relay:
             if self.ended:
                 return
         self._chunk.token_ids.extend(token_ids)
-        self._pending_bytes += 4 * len(token_ids) + 4 * len(text)
+        num_bytes = 4 * len(token_ids) + 4 * len(text)
         if text:
             self._texts.append(text)
         if logprobs:
             self._chunk.logprobs.extend(logprobs)
-            self._pending_bytes += _LOGPROB_BYTES * sum(1 + len(position.top) for position in logprobs)
+            num_bytes += _LOGPROB_BYTES * sum(1 + len(position.top) for position in logprobs)
+        if num_bytes:
+            self._pending_bytes += num_bytes
+            self._unread.grow(self, num_bytes)
         if self._pending_bytes > MAX_PENDING_BYTES and not self.ended:
-            self.fail(
-                CapacityError(
-                    "the caller does not read its answer",
-                    reason="SLOW_READER",
-                    given=f"{self._pending_bytes} bytes unread",
-                    allowed=f"{MAX_PENDING_BYTES} bytes",
-                )
-            )
+            self.fail(_slow_reader(f"{self._pending_bytes} bytes unread", f"{MAX_PENDING_BYTES} bytes"))
             self._source.leave()
 
     def _settle(self, reason: types_pb2.FinishReason.ValueType) -> None:
@@ -237,7 +261,8 @@ class Relay:
     def _refuse(self, error: TailpackError) -> None:
         if self._error is None:
             self._error = error
-        self._skip, self._texts = None, []
+        self._skip = None
+        self._forget_pending()
         del self._chunk.token_ids[:], self._chunk.logprobs[:]
         self.ended = True
         self._source.leave()
@@ -279,7 +304,7 @@ class Relay:
         chunk.text_offset = self._text_offset
         chunk.token_offset = max(self.num_tokens, self._first_token) - len(chunk.token_ids)
         self._text_offset += len(chunk.text.encode())
-        self._texts, self._pending_bytes = [], 0
+        self._forget_pending()
         if self._more_waits:
             self._ask_for_more()
         if self.ended and self._error is None:
@@ -297,3 +322,7 @@ class Relay:
             chunk.timings.CopyFrom(self.last_output.timings)
         if self._reason == types_pb2.FINISH_REASON_STOP_STRING:
             chunk.stop_string = self._stops.matched or ""
+
+
+def _slow_reader(given: str, allowed: str) -> CapacityError:
+    return CapacityError("the caller does not read its answer", reason="SLOW_READER", given=given, allowed=allowed)

@@ -25,6 +25,7 @@ from router.registry import Registry, TokenizerFacts
 from router.resume import Resumables
 from router.tenants import NO_LIMITS, TenantLimits, Tenants
 from router.tokenizer import Tokenizer
+from router.unread import DEFAULT_MAX_UNREAD_BYTES, Unread
 
 CANCEL_TIMEOUT_S = 2.0
 
@@ -61,6 +62,7 @@ class Requests:
         router_id: str | None = None,
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
+        max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES,
         log_prompts: bool = False,
         tracing: Tracing | None = None,
         limits_of: Callable[[str], TenantLimits] = lambda tenant: NO_LIMITS,
@@ -73,6 +75,7 @@ class Requests:
         Args:
             addresses: of the workers.
             max_in_flight, max_request_bytes: of all requests in flight; more are refused with a retry hint.
+            max_unread_bytes: of all answers, gathered for callers who do not read; above, the largest of them ends.
             log_prompts: a request's line in the log has its prompt.
             tracing: where spans go; None: nowhere.
             limits_of: each tenant's limits; asked anew for each request.
@@ -92,6 +95,7 @@ class Requests:
         self._started_ns = time.monotonic_ns()
         facts = TokenizerFacts(tokenizer.digest, tokenizer.vocab_size)
         self.registry = Registry(addresses, self.router_id, incarnation, facts, self._workers_changed, tls=worker_tls)
+        self.unread = Unread(max_unread_bytes)
         self.tenants = Tenants(limits_of, time.monotonic)
         self.admission = Admission(max_in_flight, max_request_bytes, self.registry.knows, self.tenants)
         self.resumables = Resumables(self)

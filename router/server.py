@@ -31,6 +31,7 @@ from router.metrics import RouterCollector
 from router.requests import Requests
 from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
+from router.unread import DEFAULT_MAX_UNREAD_BYTES
 
 log = structlog.get_logger("router")
 
@@ -57,6 +58,7 @@ class RouterConfig:
     drain_s: float = 60.0
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
+    max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES
     log_prompts: bool = False
     otlp_endpoint: str | None = None
     tokens: Path | None = None
@@ -115,6 +117,7 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None, str 
             list(config.workers),
             max_in_flight=config.max_in_flight,
             max_request_bytes=config.max_request_bytes,
+            max_unread_bytes=config.max_unread_bytes,
             log_prompts=config.log_prompts,
             tracing=traces,
             limits_of=authenticator.limits_of,

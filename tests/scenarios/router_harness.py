@@ -49,6 +49,8 @@ class Harness:
             own = (link.own.num_sequences, link.own.queued_tokens, link.own.num_pages)
             if any(own) or link.num_known or link.num_stray_outputs:
                 left.append(f"{link.address}: own {own}, known {link.num_known}, stray {link.num_stray_outputs}")
+        if self.requests.unread.num_bytes:
+            left.append(f"router: {self.requests.unread.num_bytes} bytes unread")
         left += [f"{worker.address}: {list(worker.active)}" for worker in self.workers if worker.active]
         return left
 

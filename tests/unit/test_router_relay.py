@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from protos import types_pb2, worker_pb2
-from protos.errors import InternalError, InvalidRequest, WorkerLost
+from protos.errors import CapacityError, InternalError, InvalidRequest, WorkerLost
 from protos.histogram import STEP_BOUNDS_S, Histogram
 from router import relay as relay_module
 from router.detokenizer import Detokenizer, TokenBytes
 from router.relay import Relay
 from router.replay import Place, Skip
+from router.unread import Unread
 
 TOKENS = TokenBytes(tuple(bytes([byte]) for byte in range(256)))
 
@@ -36,7 +37,7 @@ class Asked:
         self.asked.append("leave")
 
 
-def make(*stop_strings: str, skip: Skip | None = None) -> tuple[Relay, list[str]]:
+def make(*stop_strings: str, skip: Skip | None = None, unread: Unread | None = None) -> tuple[Relay, list[str]]:
     """A relay whose tokens are bytes, and what it asked of the worker."""
     source = Asked()
     made = Relay(
@@ -48,6 +49,7 @@ def make(*stop_strings: str, skip: Skip | None = None) -> tuple[Relay, list[str]
         source=source,
         itl=Histogram(STEP_BOUNDS_S),
         skip=skip,
+        unread=unread,
     )
     return made, source.asked
 
@@ -180,3 +182,47 @@ async def test_what_a_skipped_answer_ended_in_is_said_before_its_place() -> None
     relay.fail(WorkerLost("gone"))
     with pytest.raises(WorkerLost):
         await relay.next_chunk()
+
+
+async def test_of_many_unread_answers_the_largest_ends_when_all_are_too_large_together() -> None:
+    unread = Unread(1000)  # a token and its character count 8
+    (small, _), (large, asked), (third, _) = (make(unread=unread) for _ in range(3))
+    small.feed(output(0, b"x" * 40))
+    large.feed(output(0, b"y" * 80))
+    assert unread.num_bytes == 960 and not large.ended
+    third.feed(output(0, b"z" * 10))
+    assert (small.ended, large.ended, third.ended) == (False, True, False)
+    assert asked == ["leave"] and (unread.num_bytes, unread.num_shed) == (400, 1)
+    large.feed(output(80, b"y"))  # on its way still
+    with pytest.raises(CapacityError, match="does not read") as caught:
+        await large.next_chunk()
+    assert caught.value.reason == "SLOW_READER"
+    for relay, text in ((small, "x" * 40), (third, "z" * 10)):
+        chunk = await relay.next_chunk()
+        assert chunk is not None and chunk.text == text
+    assert unread.num_bytes == 0
+    small.feed(output(40, b"x" * 5))
+    small.close()  # its caller left
+    assert unread.num_bytes == 0
+
+
+async def test_an_answer_that_grows_past_all_others_ends_itself() -> None:
+    unread = Unread(1000)
+    (small, _), (large, asked) = make(unread=unread), make("STOP", unread=unread)
+    small.feed(output(0, b"x" * 10))
+    large.feed(output(0, b"y" * 200))
+    assert (small.ended, large.ended, asked) == (False, True, ["leave"])
+    assert unread.num_bytes == 80
+    with pytest.raises(CapacityError):
+        await large.next_chunk()
+
+
+async def test_a_complete_answer_that_nobody_reads_is_dropped_by_name() -> None:
+    unread = Unread(1000)
+    (done, asked), (other, _) = make(unread=unread), make(unread=unread)
+    done.feed(output(0, b"y" * 90, types_pb2.FINISH_REASON_LENGTH))
+    assert done.ended
+    other.feed(output(0, b"x" * 50))
+    assert unread.num_bytes == 400 and asked == []
+    with pytest.raises(CapacityError):
+        await done.next_chunk()
