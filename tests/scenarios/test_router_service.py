@@ -713,7 +713,9 @@ async def test_workers_come_and_go(folder: Path) -> None:
     async with cluster(folder, Script([5, 6, 7, 8, EOS], every_s=0.2)) as it:
         known = it.requests.registry
         known.add(address)
+        link = known.links[address]
         known.add(address)
+        assert known.links[address] is link
         await until(lambda: len(known.ready()) == 2)
         assert known.states() == {it.workers[0].address: "ready", address: "ready"}
         running = [asyncio.create_task(answer(it.client, "x")) for _ in range(8)]

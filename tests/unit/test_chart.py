@@ -31,6 +31,7 @@ from tests.chart import (
     named,
     of_kind,
     pods,
+    promql,
     quantity,
     raycluster_validator,
     render,
@@ -598,7 +599,8 @@ def test_certificates_of_cert_manager_have_the_names_that_are_asked_for() -> Non
 
 # --- who calls whom ---
 
-GRPC, HTTP, GCS, DNS = 7700, 7701, 6379, 53
+GRPC, HTTP, GCS = 7700, 7701, 6379
+DNS = {53, "53/UDP"}  # all others are TCP
 RAY = (6380, 6384, 20000, 20199)
 OUTSIDE = {
     "app": ("apps", {"a": "b"}),
@@ -609,7 +611,7 @@ OUTSIDE = {
 }
 """Pods of other namespaces: (namespace, its labels)."""
 
-ALLOWED = {
+ALLOWED: dict[tuple[str, str], set[Any]] = {
     ("app", "router"): {GRPC, HTTP},
     ("client", "router"): {GRPC},
     ("prometheus", "router"): {7703},
@@ -622,9 +624,10 @@ ALLOWED = {
     ("head", "redis"): {6379},
     ("router", "otel"): {4317},
     ("worker", "otel"): {4317},
-    **{(each, "dns"): {DNS} for each in ("router", "worker", "head", "client")},
+    **{(each, "dns"): DNS for each in ("router", "worker", "head", "client")},
 }
-PROBED = sorted(set().union(*ALLOWED.values()) | {22, 7702, 7722, 7723, 7738, 7758, 8265, 10001, 6386, 20200})
+OTHERS = {22, 7702, 7722, 7723, 7738, 7758, 8265, 10001, 6386, 20200, "7700/UDP"}
+PROBED = set[Any]().union(*ALLOWED.values()) | OTHERS
 
 
 def test_the_network_policies_are_the_matrix_and_nothing_else() -> None:
@@ -654,7 +657,7 @@ Who = tuple[str, Object, Object]
 """(namespace, labels, labels of the namespace)."""
 
 
-def permits(policies: list[Object], who: Who, other: Who, direction: str, port: int) -> bool:
+def permits(policies: list[Object], who: Who, other: Who, direction: str, port: int | str) -> bool:
     """As Kubernetes reads policies: who is selected by none is free; else one of them must let it through."""
     selecting = [
         p for p in policies if who[0] == NAMESPACE and selects(p["spec"]["podSelector"]["matchLabels"], who[1])
@@ -663,10 +666,14 @@ def permits(policies: list[Object], who: Who, other: Who, direction: str, port: 
     if not selecting:
         return True
     rules = [rule for policy in selecting for rule in policy["spec"].get(direction, ())]
+    number, protocol = (int(port.partition("/")[0]), "UDP") if isinstance(port, str) else (port, "TCP")
     side = "to" if direction == "egress" else "from"
     return any(
         any(is_peer(peer, other) for peer in rule[side])
-        and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
+        and any(
+            each["port"] <= number <= each.get("endPort", each["port"]) and each.get("protocol", "TCP") == protocol
+            for each in rule["ports"]
+        )
         for rule in rules
     )
 
@@ -690,6 +697,25 @@ def test_rays_ports_are_those_that_the_policies_let_through() -> None:
         assert ports == set(range(6380, 6385))
         assert (int(params["min-worker-port"]), int(params["max-worker-port"])) == RAY[2:]
         assert int(params["metrics-export-port"]) == 6385
+
+
+# --- alerts ---
+
+
+def test_alerts_say_how_bad_and_what() -> None:
+    (rule,) = of_kind(render(ALL_ON), "PrometheusRule")
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    alerts = {each["alert"]: each for group in rule["spec"]["groups"] for each in group["rules"]}
+    assert len(alerts) == 11
+    for name, alert in alerts.items():
+        assert name.startswith("Tailpack") and alert["annotations"]["summary"].endswith(".")
+        assert alert["labels"]["severity"] in ("warning", "critical")
+    for query in promql(render(ALL_ON)):
+        assert query.selectors and all("namespace" in labels for _, labels in query.selectors), query.expression
+    for name in ("TailpackDrainStuck", "TailpackWorkerDrainStuck"):
+        assert int(alerts[name]["for"].removesuffix("s")) > 3600  # the longest answer of these values
+    plain = MODEL + "monitoring: {rules: {enabled: true}}"
+    assert "TailpackCertificateExpires" not in json.dumps(of_kind(render(plain), "PrometheusRule"))  # no TLS
 
 
 # --- notes ---
