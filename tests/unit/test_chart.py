@@ -627,7 +627,7 @@ ALLOWED: dict[tuple[str, str], set[Any]] = {
     **{(each, "dns"): DNS for each in ("router", "worker", "head", "client")},
 }
 OTHERS = {22, 7702, 7722, 7723, 7738, 7758, 8265, 10001, 6386, 20200, "7700/UDP"}
-PROBED = set[Any]().union(*ALLOWED.values()) | OTHERS
+PROBED: set[Any] = set[Any]().union(*ALLOWED.values()) | OTHERS
 
 
 def test_the_network_policies_are_the_matrix_and_nothing_else() -> None:
