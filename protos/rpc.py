@@ -96,6 +96,8 @@ def _channel_options(keepalive_time_ms: int) -> list[tuple[str, int | str]]:
         # In spite of its name this bounds one attempt, up to the peer's first frame: a busy peer must not look dead.
         ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+        # Left to itself half a minute: a Service whose pods were all replaced meanwhile would look dead so long.
+        ("grpc.dns_min_time_between_resolutions_ms", MAX_RECONNECT_BACKOFF_MS),
         # Channels to one address do not share a connection: a stuck stream must not hold up another channel's.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
