@@ -377,12 +377,8 @@ def _is_peer(peers: Sequence[Object] | None, labels: Mapping[str, str]) -> bool:
 
 
 def _has_port(ports: Sequence[Object] | None, port: int) -> bool:
-    if not ports:
-        return True
-    return any(
-        each.get("protocol", "TCP") == "TCP" and int(each["port"]) <= port <= int(each.get("endPort", each["port"]))
-        for each in ports
-    )
+    tcp = [each for each in ports or () if each.get("protocol", "TCP") == "TCP"]
+    return not ports or any(int(each["port"]) <= port <= int(each.get("endPort") or each["port"]) for each in tcp)
 
 
 def _port(told: Object, port: int | str) -> int:

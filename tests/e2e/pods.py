@@ -85,10 +85,12 @@ class Network:
         self._num_pods = 1
         self._names: dict[str, list[str]] = {}
         self._holder: subprocess.Popen[bytes] | None = None
+        self._pid: int | None = None
 
     def __enter__(self) -> Network:
         self._holder = subprocess.Popen(["unshare", "--net", "--kill-child", "--fork", "sleep", "infinity"])
         wait_for("the network's namespace", lambda: _inner(self._holder) is not None)
+        self._pid = _inner(self._holder)
         self.run(
             f"ip link add br0 type bridge; ip addr add {GATEWAY}/24 dev br0; ip link set br0 up; ip link set lo up"
         )
@@ -102,9 +104,8 @@ class Network:
 
     @property
     def pid(self) -> int:
-        found = _inner(self._holder)
-        assert found is not None
-        return found
+        assert self._pid is not None
+        return self._pid
 
     def run(self, command: str) -> None:
         subprocess.run(["nsenter", "-t", str(self.pid), "-n", "sh", "-ec", command], check=True, timeout=20)
@@ -151,6 +152,7 @@ class Pod:
     seen: set[tuple[str, int]] = field(default_factory=set)
     listening: set[int] = field(default_factory=set)
     _pause: subprocess.Popen[bytes] | None = None
+    _pid: int | None = None
 
     def start(self) -> None:
         """Its namespaces and its address; no container yet."""
@@ -163,6 +165,7 @@ class Pod:
             ]
         )
         wait_for(f"the namespaces of {self.name}", lambda: _inner(self._pause) is not None)
+        self._pid = _inner(self._pause)  # once: it walks the machine's processes
         number = self.ip.rpartition(".")[2]
         self.network.run(
             f"ip link add v{number} type veth peer name eth0 netns {self.pid}; ip link set v{number} master br0 up; "
@@ -173,9 +176,9 @@ class Pod:
 
     @property
     def pid(self) -> int:
-        found = _inner(self._pause)
-        assert found is not None, f"pod {self.name} is gone"
-        return found
+        """Of the process that its namespaces live by."""
+        assert self._pid is not None, f"pod {self.name} was not started"
+        return self._pid
 
     def run(self, spec: ContainerSpec) -> Container:
         """Starts a container."""

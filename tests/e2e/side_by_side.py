@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -78,29 +80,12 @@ def outcome(trees: dict[str, Path], model: Path) -> dict[str, Any]:
         try:
             store = stack.enter_context(process(trees["kvstore"], "kvstore", "serve", "--socket-dir", folder))
             socket = str(store["socket"]).removeprefix("unix:")
-            told = [
-                "--model",
-                str(model),
-                "--kv-socket",
-                socket,
-                "--arena-bytes",
-                "8M",
-                "--threads",
-                "1",
-                "--deterministic",
-            ]
-            worker = stack.enter_context(process(trees["worker"], "worker", "serve", *told))
-            told = [
-                "--listen",
-                "127.0.0.1:0",
-                "--http",
-                "none",
-                "--worker",
-                worker["address"],
-                "--model-dir",
-                str(model),
-            ]
-            router = stack.enter_context(process(trees["router"], "router", "serve", *told))
+            told = f"--model {model} --kv-socket {socket} --arena-bytes 8M --threads 1 --deterministic"
+            worker = stack.enter_context(process(trees["worker"], "worker", "serve", *told.split()))
+            told = f"--listen 127.0.0.1:0 --worker {worker['address']} --model-dir {model}"
+            if '"--http"' in (trees["router"] / "router" / "cli.py").read_text():  # older ones have no such door
+                told += " --http none"
+            router = stack.enter_context(process(trees["router"], "router", "serve", *told.split()))
         except Refused as refused:
             return {"refused": str(refused)}
         command = [sys.executable, "-m", "protos.cli", "generate", "--router", router["address"], "--raw", PROMPT]
@@ -116,7 +101,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--old", required=True, metavar="COMMIT")
     options = parser.parse_args(arguments)
-    wrong, texts = 0, set()
+    wrong, texts = 0, set[str]()
+    commits = [
+        subprocess.run(["git", "rev-parse", "--short", each], cwd=ROOT, check=True, capture_output=True, text=True)
+        for each in (options.old, "HEAD")
+    ]
+    old, new = (done.stdout.strip() for done in commits)
+    run = {
+        "bench": "side_by_side",
+        "kind": "measured",
+        "old": old,
+        "commit": new,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "command": f"python -m tests.e2e.side_by_side --old {old}",
+    }
     with tempfile.TemporaryDirectory(prefix="side") as made:
         folder = Path(made)
         model = write_tiny_model(folder / "tiny")
@@ -129,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             named = "served" in what or re.fullmatch(r"[A-Z_]+", what.get("refused", "")) is not None
             wrong += not named
             told = {"served": True} if "served" in what else what
-            print(json.dumps({**parts, **told, "seconds": round(time.monotonic() - began, 1)}), flush=True)
+            case = "-".join(f"{part}_{age}" for part, age in parts.items())
+            seconds = round(time.monotonic() - began, 1)
+            print(json.dumps({"case": case, **told, "seconds": seconds, **run}), flush=True)
     if len(texts) > 1:
         print("the mixes say different things", file=sys.stderr)
     return 1 if wrong or len(texts) > 1 else 0
