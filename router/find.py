@@ -43,7 +43,7 @@ async def find(registry: Registry, wanted: str, tenant: str, *, lost_may_have_it
     failures = [
         f"{link.address} is {link.state}"
         for link in registry.links.values()
-        if lost_may_have_it and link.state in ("connecting", "lost")
+        if lost_may_have_it and link.may_have_any()
     ]
     pending = set(asked)
     try:
@@ -64,13 +64,18 @@ async def find(registry: Registry, wanted: str, tenant: str, *, lost_may_have_it
     if best is not None:
         return best[1]
     if failures:
-        raise Unavailable(
-            "a worker that may have the request cannot be asked",
-            reason="WORKER_NOT_ASKED",
-            given="; ".join(failures)[:2000],
-            retry_after_ms=500,
-        )
+        raise worker_not_asked(failures)
     return None
+
+
+def worker_not_asked(why: list[str]) -> Unavailable:
+    """why: for each such worker."""
+    return Unavailable(
+        "a worker that may have the request cannot be asked",
+        reason="WORKER_NOT_ASKED",
+        given="; ".join(why)[:2000],
+        retry_after_ms=500,
+    )
 
 
 def _found(link: WorkerLink, answer: worker_pb2.FindResponse) -> Found:

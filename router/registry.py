@@ -141,6 +141,10 @@ class WorkerLink:
         self.own.num_pages += placement.num_pages
         self._send(worker_pb2.RouterMessage(submit=submit))
 
+    def may_have_any(self) -> bool:
+        """It cannot be asked, and what other routers see of it may run on."""
+        return self.state in ("connecting", "lost")
+
     def subscription_name(self, request_id: str) -> str:
         """A new one: ids have no "#"."""
         return f"{request_id}#{next(self._numbers)}"

@@ -14,11 +14,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from protos import router_pb2, rpc, types_pb2
-from protos.errors import InvalidRequest, NotFound, Unavailable
+from protos.errors import InvalidRequest, NotFound, TailpackError, Unavailable
 from protos.tls import ClientTls
 from protos.tracing import Tracing
 from protos.version import release
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES, Admission, Call, sequence_id
+from router.find import worker_not_asked
 from router.generation import Answer
 from router.metrics import RequestMetrics, histogram_message
 from router.registry import Registry, TokenizerFacts
@@ -134,7 +135,7 @@ class Requests:
         """Ends a request of this tenant, also one that another router serves. False: there is none.
 
         Raises:
-            TailpackError: a worker cannot be asked, so that "none" would be a guess.
+            Unavailable: WORKER_NOT_ASKED: a worker cannot be asked, so that "none" would be a guess.
         """
         wanted = sequence_id(tenant, request_id)
         own = self.admission.cancel(wanted)
@@ -142,14 +143,19 @@ class Requests:
             return True
         # Of a resumable one the answer may have ended already and be kept, or another worker have an earlier placement.
         links = [link for link in self.registry.links.values() if link.state in ("ready", "draining")]
+        not_asked = [f"{each.address} is {each.state}" for each in self.registry.links.values() if each.may_have_any()]
         answers = await asyncio.gather(
             *(link.abort_foreign(wanted, tenant, CANCEL_TIMEOUT_S) for link in links), return_exceptions=True
         )
         if own or any(answer is True for answer in answers):
             return True
-        for answer in answers:
-            if isinstance(answer, BaseException):
+        for link, answer in zip(links, answers, strict=True):
+            if isinstance(answer, TailpackError):
+                not_asked.append(f"{link.address}: {answer}")
+            elif isinstance(answer, BaseException):
                 raise answer
+        if not_asked:
+            raise worker_not_asked(not_asked)
         return False
 
     def stats(self) -> router_pb2.StatsResponse:

@@ -10,7 +10,15 @@ from typing import Any
 import structlog
 
 from protos import kvstore_pb2, rpc, types_pb2, worker_pb2, worker_pb2_grpc
-from protos.errors import AlreadyExists, CapacityError, InvalidRequest, NotFound, TailpackError, Unavailable
+from protos.errors import (
+    AlreadyExists,
+    CapacityError,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    TailpackError,
+    Unavailable,
+)
 from worker.engine import Engine
 from worker.resumable import duplicate
 from worker.sequence import Request
@@ -123,11 +131,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """
         resumable = submit.HasField("resumable")
         owner = self._answers.new_owner() if resumable else session.owner
-        if len(submit.prompt_token_ids) > LARGE_PROMPT_TOKENS and self._draining is None:
-            request = await asyncio.to_thread(Request.from_proto, submit, owner)
-        else:
-            request = Request.from_proto(submit, owner)
         try:
+            request = await self._request(submit, owner)
             if self._draining is not None:
                 raise Unavailable(
                     "this worker takes no new sequences", reason="DRAINING", hint=self._draining, retry_after_ms=0
@@ -138,7 +143,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     return
             elif self._answers.holds(submit.request_id):
                 raise duplicate(submit.request_id)
-        except (AlreadyExists, CapacityError, InvalidRequest, Unavailable) as refusal:
+        except (AlreadyExists, CapacityError, InternalError, InvalidRequest, Unavailable) as refusal:
             session.add([_refused(submit.request_id, len(submit.emitted_token_ids), refusal)])
             return
         try:
@@ -147,6 +152,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             if resumable:
                 self._answers.drop(owner)
             raise
+
+    async def _request(self, submit: worker_pb2.Submit, owner: str) -> Request:
+        """Raises InternalError where it cannot be read: that must not cost the session's other sequences."""
+        try:
+            if len(submit.prompt_token_ids) > LARGE_PROMPT_TOKENS and self._draining is None:
+                return await asyncio.to_thread(Request.from_proto, submit, owner)
+            return Request.from_proto(submit, owner)
+        except Exception as failure:
+            log.error("bug in reading a request", request_id=submit.request_id, exc_info=failure)
+            raise InternalError(
+                "the worker could not read this request", hint=f"{type(failure).__name__}; see its log"
+            ) from failure
 
     def _open(self, submit: worker_pb2.Submit, owner: str, session: RouterSession) -> bool:
         """Subscribes the session to a resumable submission; whether the engine has yet to be told of it."""

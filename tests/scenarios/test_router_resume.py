@@ -482,6 +482,12 @@ async def test_where_a_worker_cannot_be_asked_not_found_would_be_a_guess(folder:
         link = s.there.requests.registry.links[other.address]
         await until(lambda: link.state == "lost")
         assert (await refusal(s.there.resume("nothing"))).reason == "WORKER_NOT_ASKED"
+        with pytest.raises(grpc.RpcError) as caught:
+            await s.there.cancel("nothing")
+        error = rpc.error_from(caught.value)
+        assert isinstance(error, errors.Unavailable) and error.reason == "WORKER_NOT_ASKED"
+        assert other.address in str(error.given)
+        assert await s.there.cancel("r")  # who has it is there
         # A new request is not held up by a dead worker.
         assert whole(await read(s.there.generate(ask(), "new"))).text == TEXT
         assert has_it.finds

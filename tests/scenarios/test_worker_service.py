@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from protos import rpc, types_pb2, worker_pb2, worker_pb2_grpc
-from protos.errors import CapacityError, InvalidRequest
+from protos.errors import CapacityError, InternalError, InvalidRequest
 from worker import sessions as sessions_module
 from worker.resumable import Answers
 from worker.sequence import Load, Output, Request, StepResult
@@ -274,6 +274,27 @@ async def test_a_draining_worker_says_so_refuses_and_goes_on() -> None:
         assert len(s.engine.submitted) == 1
         late = await s.router("late")  # one that connects now hears it too
         assert (await read(late)).goodbye.why == "maintenance"
+
+
+async def test_a_submit_that_cannot_be_read_is_refused_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_as_is = Request.from_proto
+
+    def fails(message: worker_pb2.Submit, owner: str) -> Request:
+        if message.request_id == "bad":
+            raise ValueError("no such thing")
+        return read_as_is(message, owner)
+
+    monkeypatch.setattr(Request, "from_proto", fails)
+    async with scene() as s:
+        call = await s.router()
+        for request_id in ("good", "bad", "next"):
+            await call.write(submit(request_id))
+        refused = (await read_step(call)).sequences[0]
+        assert (refused.request_id, refused.error.reason) == ("bad", InternalError.default_reason)
+        assert refused.finish_reason == types_pb2.FINISH_REASON_ERROR
+        await s.engine.until(lambda: len(s.engine.submitted) == 2)
+        s.engine.step(*(tokens(request, 0, 5) for request in s.engine.submitted))
+        assert [each.request_id for each in (await read_step(call)).sequences] == ["good", "next"]
 
 
 async def test_errors_travel_inside_the_stream() -> None:
