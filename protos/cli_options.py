@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 
 import click
 
+EXIT_INTERRUPTED = 130
+"""Of a command that was interrupted: 128 + SIGINT, as shells have it."""
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 _HELP_ALL = "tailpack.help_all"  # key in click's context.meta
 

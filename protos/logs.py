@@ -66,7 +66,7 @@ def _now(utc: bool) -> str:
 
 
 _QUICK = msgspec.json.Encoder(enc_hook=repr)
-_EXACT = json_library.JSONEncoder(default=repr)
+_EXACT = json_library.JSONEncoder(default=repr, separators=(",", ":"))  # as the quick one has them
 
 
 def _to_json(logger: object, method: str, event: EventDict) -> str:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 from protos import rpc
-from protos.cli_options import FiniteRange, advanced_option
+from protos.cli_options import EXIT_INTERRUPTED, FiniteRange, advanced_option
 from protos.errors import ConfigError, TailpackError
 from router.answer_output import explained
 from router.bench_load import Load, Run, run_load
@@ -30,7 +30,6 @@ from router.bench_statistics import Mix
 from router.client import PREFIX_REUSE, RetryPolicy
 from router.connection_options import Connection, connection_options
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 SHOW_EVERY_S = 0.25
 SAY_EVERY_S = 10.0
 

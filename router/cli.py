@@ -19,7 +19,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import click
 
 from protos import logs, router_pb2, rpc
-from protos.cli_options import FiniteRange, HelpAllCommand, advanced_option
+from protos.cli_options import EXIT_INTERRUPTED, FiniteRange, HelpAllCommand, advanced_option
 from protos.errors import ConfigError, InvalidRequest, TailpackError
 from protos.health import health_option
 from protos.metrics import OFF
@@ -35,8 +35,6 @@ from router.relay import MAX_PENDING_BYTES
 from router.server import RouterConfig, serve
 from router.unread import DEFAULT_MAX_UNREAD_BYTES
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
-
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 @click.group(name="router")

@@ -118,8 +118,13 @@ class History:
 
 
 def view(look: Look, before: Look | None = None) -> View:
-    """What a look shows; rates since ``before``, or since the start of what they count."""
+    """What a look shows; rates since ``before``, or since the start of what they count.
+
+    Where another router answered ``before``, as one of several may, its numbers say nothing of this one's.
+    """
     stats = look.stats
+    if before is not None and before.stats.router_id != stats.router_id:
+        before = None
     uptime_s = stats.uptime_ns / 1e9
     elapsed_s = max(1e-9, look.at_s - before.at_s if before else uptime_s)
     older = {w.info.incarnation: w for w in before.workers} if before else {}

@@ -168,24 +168,29 @@ class RouterCollector(LazyCollector):
             yield histogram_family(f"tailpack_router_{name}_seconds", text, [({}, histogram)])
 
     def _workers(self) -> Iterable[Metric]:
-        """What a lost worker last said of itself is not shown: it is not so any more."""
+        """What a lost worker last said of itself is not shown: it is not so any more.
+
+        A worker that moved has its name twice, at its old address as well: without that series would be there twice.
+        """
         state = GaugeMetricFamily(
             "tailpack_router_worker_state",
             "1: how this router sees a worker; 0: how it does not.",
             labels=["worker", "address", "state"],
         )
         in_flight = GaugeMetricFamily(
-            "tailpack_router_worker_in_flight", "Requests this router has there.", labels=["worker"]
+            "tailpack_router_worker_in_flight", "Requests this router has there.", labels=["worker", "address"]
         )
         stray = CounterMetricFamily(
-            "tailpack_router_stray_outputs", "About sequences that nobody here knows; stays 0.", labels=["worker"]
+            "tailpack_router_stray_outputs",
+            "About sequences that nobody here knows; stays 0.",
+            labels=["worker", "address"],
         )
         for link in list(self._requests.registry.links.values()):
             for each in WORKER_STATES:
                 state.add_metric([link.worker_id, link.address, each], float(each == link.state))
-            stray.add_metric([link.worker_id], link.num_stray_outputs)
+            stray.add_metric([link.worker_id, link.address], link.num_stray_outputs)
             if link.state in _LIVE:
-                in_flight.add_metric([link.worker_id], link.own.num_sequences)
+                in_flight.add_metric([link.worker_id, link.address], link.own.num_sequences)
         return state, in_flight, stray
 
     def _of_tenants(self) -> Iterable[Metric]:

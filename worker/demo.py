@@ -20,10 +20,11 @@ from rich.text import Text
 
 from kvstore.client import stats
 from protos import router_pb2, router_pb2_grpc, rpc, types_pb2
+from protos.cli_options import EXIT_INTERRUPTED
 from protos.errors import InvalidRequest, TailpackError
 from worker.cluster import Cluster, Interrupted
 from worker.cluster_config import ClusterConfig
-from worker.up import EXIT_INTERRUPTED, interruptible
+from worker.up import interruptible
 
 ANSWER_TIMEOUT_S = 120.0
 SAMPLE_S = 0.05

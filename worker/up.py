@@ -19,7 +19,7 @@ from types import FrameType
 from rich.console import Console
 from rich.text import Text
 
-from protos.cli_options import program_name
+from protos.cli_options import EXIT_INTERRUPTED, program_name
 from protos.errors import ConfigError, TailpackError
 from worker.child import kill_descendants
 from worker.cluster import Cluster, Interrupted
@@ -27,7 +27,6 @@ from worker.cluster_config import ClusterConfig
 
 LOOK_S = 0.5
 SAME_WISH_S = 0.5  # `timeout` signals the process, then its group, which is one wish; a person's second Ctrl-C is later
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

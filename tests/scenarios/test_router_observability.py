@@ -108,7 +108,7 @@ async def test_a_worker_that_was_killed_does_not_linger_as_live(folder: Path) ->
         async with cluster(folder, Script([300]), addresses=[address]) as c:
             with page_of(c) as samples:
                 (killed,) = (link.worker_id for link in c.requests.registry.links.values() if link.address == address)
-                assert ("tailpack_router_worker_in_flight", killed) in samples()
+                assert ("tailpack_router_worker_in_flight", address, killed) in samples()
                 worker.end()
                 await until(lambda: c.requests.registry.links[address].state == "lost")
                 page = samples()
@@ -116,9 +116,22 @@ async def test_a_worker_that_was_killed_does_not_linger_as_live(folder: Path) ->
                     key[2]: value for key, value in page.items() if key[:2] == ("tailpack_router_worker_state", address)
                 }
                 assert states == {"connecting": 0, "ready": 0, "draining": 0, "lost": 1, "refused": 0}
-                assert ("tailpack_router_worker_in_flight", killed) not in page
+                assert ("tailpack_router_worker_in_flight", address, killed) not in page
     finally:
         worker.end()
+
+
+async def test_a_worker_that_moved_has_no_series_twice(folder: Path) -> None:
+    async with cluster(folder, Script([300]), num_workers=2) as c:
+        for link in c.requests.registry.links.values():
+            assert link.info is not None
+            link.info.worker_id = "w-1"
+        registry = CollectorRegistry(auto_describe=False)
+        with exported(RouterCollector(c.requests, Authenticator(None)), registry=registry):
+            text = metrics_page("", registry)[0].decode()
+        series = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+        assert len(series) == len(set(series))
+        assert sum('worker="w-1"' in each and "stray" in each for each in series) == 2
 
 
 async def test_only_configured_tenants_are_told_apart(folder: Path, tmp_path: Path) -> None:

@@ -55,6 +55,14 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
     assert shown.prefix_hits == {"exact": 4, "inexact": 0, "miss": 6}
 
 
+def test_a_look_at_another_router_is_nothing_to_count_from() -> None:
+    before = look(10.0, worker(emitted=1000), requests=500, ttft=(90, 0, 0, 0))
+    before.stats.router_id = "router-2"
+    after = look(11.0, worker(emitted=1500), requests=111, ttft=(9, 4, 0, 0))
+    assert view(after, before) == view(after)
+    assert view(after, before).requests_per_s == 1.0, "of its 111 s"
+
+
 def test_a_restarted_worker_shows_no_negative_and_no_made_up_rate() -> None:
     before = look(10.0, worker(emitted=1000))
     after = look(11.0, worker(emitted=30, incarnation="b"))

@@ -67,6 +67,14 @@ def test_json_lines_hold_anything_in_ascii(value: object) -> None:
     assert read == value or (read, value) in ((repr(value), value), ({"1": ["eA=="]}, value))
 
 
+def test_all_json_lines_have_the_same_separators() -> None:
+    with written(json=True) as stream:
+        for value in ("plain", "é", 1 << 70):
+            structlog.get_logger("router").info("request", value=value, more=[1, 2])
+    for line in stream.getvalue().splitlines():
+        assert '"more":[1,2]' in line and ", " not in line and ": " not in line
+
+
 def test_people_read_no_blanks_and_counts_and_times_at_one_place() -> None:
     with written(json=False) as stream:
         structlog.get_logger("router").info("request", **LINE)
