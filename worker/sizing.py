@@ -20,9 +20,11 @@ from worker.memory_plan import Use, total
 GRANULARITY = 2 << 20
 """Of device memory: CUDA's minimum (cuMemGetAllocationGranularity) on every GPU that kernels are built for."""
 MAX_RUNNING = 4096  # WorkerConfig's limit
-WORKER_PROCESS_BYTES = 512 << 20  # interpreter and libraries, without a GPU
-GPU_WORKER_PROCESS_BYTES = 3 << 30  # and CUDA's host memory, cubins, pinned buffers
-STORE_PROCESS_BYTES = 192 << 20
+# Host memory of a process besides weights, arenas and workspaces. On a CPU 199 and 46 MiB were seen (`tailpack memory`,
+# and RSS, of tests/e2e's tiny cluster, x86-64, 2026-11-30). With CUDA it was not measured: a generous guess.
+WORKER_PROCESS_BYTES = 256 << 20
+GPU_WORKER_PROCESS_BYTES = 3 << 30
+STORE_PROCESS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

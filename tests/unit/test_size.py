@@ -96,17 +96,17 @@ def test_one_sequence_is_promised_its_whole_length(model: Path) -> None:
 
 
 def test_most_sequences_is_where_it_stops_fitting(model: Path) -> None:
-    common = ("--model", model, "--host-bytes", "1200M", "--tokens", 1000, "--kv-mode", "turboquant")
+    common = ("--model", model, "--host-bytes", "600M", "--tokens", 1000, "--kv-mode", "turboquant")
     most = asked(*common, "--sequences", 1)["most_sequences"]
     assert 1 < most < 4096
     assert asked(*common, "--sequences", most)["fits"]
     too_many = asked(*common, "--sequences", most + 1, status=1)
     assert not too_many["fits"] and too_many["needed_bytes"] > too_many["available_bytes"]
-    assert asked("--model", model, "--host-bytes", "700M", status=1)["most_sequences"] == 0
+    assert asked("--model", model, "--host-bytes", "300M", status=1)["most_sequences"] == 0
 
 
 def test_what_does_not_fit_is_shown_all_the_same(model: Path) -> None:
-    done = CliRunner().invoke(size, ["--model", str(model), "--host-bytes", "700M", "--tokens", "1000"])
+    done = CliRunner().invoke(size, ["--model", str(model), "--host-bytes", "300M", "--tokens", "1000"])
     assert done.exit_code == 1
     assert (
         "DOES NOT FIT" in done.output and "pages full" in done.output and "At most 0 of that length fit" in done.output
