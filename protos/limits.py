@@ -1,4 +1,5 @@
-"""What sampling and stop conditions may hold. Router and worker check with this code, so they refuse the same things.
+"""What sampling and stop conditions may hold, and a call be. Router and worker check with this code, so they refuse the
+same things.
 
 Ranges are those of protos/types.proto. NaN is outside of every range.
 """
@@ -16,6 +17,18 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 DEFAULT_RESUME_GRACE_MS = 30_000
 MAX_RESUME_GRACE_MS = 600_000
+MAX_CHOICES = 64
+"""Of one call: each is a request of its own."""
+
+
+def choice_id(request_id: str, index: int) -> str:
+    """What choice ``index`` of a call is known by: the call's id, or one that no caller can choose (rpc.is_id)."""
+    return f"{request_id}~{index}" if index else request_id
+
+
+def choice_ids(request_id: str) -> list[str]:
+    """Of all choices that a call of this id may have: who ends the call ends them all."""
+    return [choice_id(request_id, index) for index in range(MAX_CHOICES)]
 
 
 def check_sampling(sampling: types_pb2.Sampling) -> None:

@@ -10,6 +10,7 @@ from typing import Self
 
 from protos import router_pb2, types_pb2
 from protos.errors import RequestCancelled
+from protos.limits import choice_id
 from router.admission import Call
 from router.requests import Requests
 
@@ -32,7 +33,7 @@ async def complete(answer: AsyncIterator[router_pb2.GenerateResponse]) -> AsyncI
 
 
 class Choices:
-    """Starts when entered; leaving it ends what still runs. Choice 0 has the call's id, choice i that and ``.i``."""
+    """Starts when entered; leaving it ends what still runs. Their ids: limits.choice_id."""
 
     def __init__(self, requests: Requests, choices: Sequence[router_pb2.GenerateRequest], call: Call) -> None:
         self._requests = requests
@@ -77,7 +78,7 @@ class Choices:
         return chunks
 
     async def _run(self, index: int) -> None:
-        call = replace(self._call, request_id=f"{self._call.request_id}.{index}") if index else self._call
+        call = replace(self._call, request_id=choice_id(self._call.request_id, index)) if index else self._call
         try:
             async with self._requests.answer(self._choices[index], call) as answer:
                 async for chunk in complete(answer):

@@ -18,10 +18,9 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from protos import router_pb2
 from protos.errors import TooLarge
+from protos.limits import MAX_CHOICES
 from router.http_errors import InvalidField, UnbuiltField
 
-MAX_CHOICES = 64
-"""Of one request: prompts times n."""
 MAX_CHOICES_BYTES = 64 << 20
 """Of all choices' prompts together: each choice is a request of its own."""
 DEFAULT_COMPLETION_TOKENS = 16

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from protos import router_pb2, rpc, types_pb2
 from protos.errors import InvalidRequest, NotFound, TailpackError, Unavailable
+from protos.limits import choice_ids
 from protos.tls import ClientTls
 from protos.tracing import Tracing
 from protos.version import release
@@ -132,13 +133,13 @@ class Requests:
         return self.resumables.resume(request, call)
 
     async def cancel(self, request_id: str, tenant: str) -> bool:
-        """Ends a request of this tenant, also one that another router serves. False: there is none.
+        """Ends a request of this tenant and all its choices, also one that another router serves. False: there is none.
 
         Raises:
             Unavailable: WORKER_NOT_ASKED: a worker cannot be asked, so that "none" would be a guess.
         """
         wanted = sequence_id(tenant, request_id)
-        own = self.admission.cancel(wanted)
+        own = sum(self.admission.cancel(each) for each in choice_ids(wanted)) > 0
         if own and wanted not in self.resumables.firsts:
             return True
         # Of a resumable one the answer may have ended already and be kept, or another worker have an earlier placement.

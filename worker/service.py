@@ -19,6 +19,7 @@ from protos.errors import (
     TailpackError,
     Unavailable,
 )
+from protos.limits import choice_ids
 from worker.engine import Engine
 from worker.resumable import duplicate
 from worker.sequence import Request
@@ -78,7 +79,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if answer is not None:
             self._answers.cancel(answer)
             return worker_pb2.AbortResponse(found=True)
-        return worker_pb2.AbortResponse(found=self._engine.abort(request.request_id, tenant=request.tenant))
+        found = [self._engine.abort(each, tenant=request.tenant) for each in choice_ids(request.request_id)]
+        return worker_pb2.AbortResponse(found=any(found))
 
     async def Find(self, request: worker_pb2.FindRequest, context: Any) -> worker_pb2.FindResponse:
         answer = self._answers.find(request.request_id, request.tenant)

@@ -22,6 +22,7 @@ if __name__ == "__main__":  # run as a file: the root of the checkout is not on 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from protos import errors, rpc, types_pb2, worker_pb2, worker_pb2_grpc
+from protos.limits import choice_ids
 from protos.tls import ServerTls
 from worker.resumable import Answers, Limits, Subscription
 
@@ -142,10 +143,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if answer is not None:
             self.answers.cancel(answer)
             return worker_pb2.AbortResponse(found=True)
-        found = request.request_id in self.active and self.active[request.request_id].submit.tenant == request.tenant
-        if found:
-            self._abort(request.request_id)
-        return worker_pb2.AbortResponse(found=found)
+        active = [each for each in choice_ids(request.request_id) if each in self.active]
+        found = [each for each in active if self.active[each].submit.tenant == request.tenant]
+        for each in found:
+            self._abort(each)
+        return worker_pb2.AbortResponse(found=bool(found))
 
     async def Find(self, request: worker_pb2.FindRequest, context: Any) -> worker_pb2.FindResponse:
         self.finds.append(request.request_id)

@@ -30,7 +30,7 @@ from tests.scenarios.http_harness import (
     read_reply,
     request_bytes,
 )
-from tests.scenarios.router_harness import until
+from tests.scenarios.router_harness import cluster, until
 from tests.scenarios.tiny_tokenizer import EOS
 
 TEXT = "The capital of France is Paris. 日本語 👩‍👩‍👧‍👦 äöü 🎉 done"
@@ -255,7 +255,7 @@ async def test_an_error_before_the_first_token_has_its_status(folder: Path) -> N
 
 async def test_one_choice_that_fails_ends_all(folder: Path) -> None:
     def script(submit: worker_pb2.Submit) -> Script:
-        if submit.request_id.endswith(".2"):
+        if submit.request_id.endswith("~2"):
             return Script([70], first_s=0.05, error=errors.KvLost("its pages are gone"))
         return ENDLESS
 
@@ -570,6 +570,35 @@ async def test_paths_and_methods(door: Door) -> None:
         assert (reply.status, reply.error["type"]) == (status, "invalid_request_error"), path
     metrics = await door.send("GET", "/metrics")
     assert (metrics.status, metrics.headers["content-type"][:10]) == (200, "text/plain")
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+async def test_cancel_ends_all_choices_also_behind_the_first_and_no_others(folder: Path, where: str) -> None:
+    """ "there": through another router of the same workers."""
+
+    def script(submit: worker_pb2.Submit) -> Script:
+        return Script([70, EOS]) if submit.request_id == "r" else Script([70], endless=True, every_s=0.01)
+
+    async with contextlib.AsyncExitStack() as stack:
+        door = await stack.enter_async_context(http_door(folder, script))
+        (worker,) = door.harness.workers
+        other = cluster(folder, Script(), infos=[], addresses=[worker.address])
+        there = (await stack.enter_async_context(other)).requests
+        body = {"prompt": "x", "n": 3, "max_tokens": 4000}
+        asked = asyncio.create_task(door.post(COMPLETIONS, body, {"x-request-id": "r"}))
+        # An id as choices once had them: it is a caller's own.
+        own = asyncio.create_task(door.post(COMPLETIONS, {**body, "n": 1}, {"x-request-id": "r.1"}))
+        await until(lambda: sorted(worker.active) == ["r.1", "r~1", "r~2"])  # the first choice has ended
+        assert await (door.harness.requests if where == "here" else there).cancel("r", "")
+        reply = await asyncio.wait_for(asked, HANG_S)
+        assert reply.error["code"] == errors.RequestCancelled.default_reason
+        await until(lambda: list(worker.active) == ["r.1"])
+        assert not await there.cancel("r", "")
+        assert await there.cancel("r.1", "")
+        await asyncio.wait_for(own, HANG_S)
+    async with http_door(folder, Script([70, EOS])) as door:
+        refused = await door.post(COMPLETIONS, body, {"x-request-id": "r~1"})
+        assert refused.status == 400
 
 
 async def test_a_request_leaves_one_line_in_the_log_and_no_text(door: Door) -> None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import errors
+from protos.limits import MAX_CHOICES
 from router.http_errors import to_http
-from router.openai_request import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES, Asked, choice_seed, read_chat, read_completion
+from router.openai_request import DEFAULT_COMPLETION_TOKENS, Asked, choice_seed, read_chat, read_completion
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
