@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 from collections.abc import AsyncIterator, Iterator
 from io import StringIO
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 from rich.console import Console
 
 from protos import router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2, worker_pb2_grpc
-from protos.errors import ModelError
+from protos.errors import ConfigError, ModelError
+from protos.metrics import OFF
 from worker import cluster
 from worker.child import STARTING, ChildDied, last_problem
 from worker.cluster import MAX_FAILED_STARTS, Cluster
@@ -165,3 +167,20 @@ def line(event: str, level: str, **fields: str) -> str:
 )
 def test_a_log_s_last_problem(lines: list[str], problem: str | None) -> None:
     assert last_problem("\n".join(lines)) == problem
+
+
+def test_of_metrics_the_kvstore_is_first_then_the_workers_then_the_router() -> None:
+    first = "127.0.0.1:9100"
+    asked = [cluster._metrics_address(first, index) for index in range(4)]  # two workers
+    assert asked == [f"127.0.0.1:{port}" for port in (9100, 9101, 9102, 9103)]
+    free = cluster._metrics_address("127.0.0.1:0", 3)
+    assert free.startswith("127.0.0.1:") and not free.endswith(":0")
+    assert cluster._metrics_address(OFF, 3) == OFF
+
+
+def test_a_taken_port_of_the_routers_metrics_is_found_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:  # the kvstore's, two workers', the router's
+            ClusterConfig.of("smollm2", "127.0.0.1:0", workers=2, metrics=f"127.0.0.1:{port - 3}")
+    assert caught.value.reason == "PORT_IN_USE"
