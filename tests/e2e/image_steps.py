@@ -95,7 +95,13 @@ def step(stage: str, text: str, work: Path, variables: dict[str, str], skip: lis
         **variables,
     }
     began = time.monotonic()
-    done = subprocess.run(["/bin/sh", "-c", text], cwd=work / "src", env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["/bin/sh", "-c", text],
+        cwd=work / "src" if stage == "wheel" else work,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     told = {"stage": stage, "ran": True, "status": done.returncode, "seconds": round(time.monotonic() - began, 1)}
     print(json.dumps({**told, "step": " ".join(text.split())[:160]}), flush=True)
     if done.returncode:
