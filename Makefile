@@ -22,8 +22,8 @@ help: ## what there is
 demo: $(VENV)/.demo ## bring a cluster up, stream answers, show a table, stop everything
 	@$(PY) -m protos.cli demo
 
-# Two processes: much of the time tests wait for servers. Files stay whole, and those that share the cluster together.
-TEST_PROCESSES ?= 2
+# Three processes on two cores: much of the time tests wait for servers. Files stay whole, and those that share the cluster.
+TEST_PROCESSES ?= 3
 test: $(VENV)/.dev ## every test that needs no GPU
 ifdef PYTEST_ARGS
 	@$(PY) -m pytest $(PYTEST_ARGS)

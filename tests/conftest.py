@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+import structlog
 
 from protos import logs
 
@@ -14,6 +15,15 @@ if TYPE_CHECKING:
 
 # Without it structlog's default renders every local variable of a traceback: slow, and it would hide what users see.
 logs.configure("test", json=True)
+_LOGS = structlog.get_config()["wrapper_class"]
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_they_were() -> Iterator[None]:
+    """A command under test may have set up logging as it likes: not for the tests behind it."""
+    yield
+    if structlog.get_config()["wrapper_class"] is not _LOGS:
+        logs.configure("test", json=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

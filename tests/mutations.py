@@ -788,12 +788,12 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "resume: what a worker that is away may have taken for nothing",
-        (("router/find.py", "if lost_may_have_it and link.state", "if not lost_may_have_it and link.state"),),
+        (("router/find.py", "if lost_may_have_it and link.may", "if not lost_may_have_it and link.may"),),
         (TEST_ROUTER_RESUME + "test_where_a_worker_cannot_be_asked_not_found_would_be_a_guess",),
     ),
     Mutation(
         "resume: a dead worker holds up new requests",
-        (("router/find.py", "if lost_may_have_it and link.state", "if link.state"),),
+        (("router/find.py", "if lost_may_have_it and link.may", "if link.may"),),
         (TEST_ROUTER_RESUME + "test_where_a_worker_cannot_be_asked_not_found_would_be_a_guess",),
     ),
     Mutation(

@@ -151,7 +151,7 @@ def test_a_store_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_it_cleanly_and_removes_its_sockets(folder: Path, signum: int) -> None:
     with StoreProcess(folder=folder) as store:
-        assert store.ready == {"ready": True, "socket": f"unix:{folder}/kvstore.sock"}
+        assert store.ready == {"ready": True, "socket": f"unix:{folder}/kvstore.sock", "metrics": None}
         assert sorted(path.name for path in folder.iterdir()) == ["kvstore-fds.sock", "kvstore.sock"]
         attachment = store.attach()
         assert store.stop(signum) == 0

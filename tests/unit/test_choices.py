@@ -59,7 +59,7 @@ async def test_all_chunks_of_all_choices_are_taken() -> None:
         assert await taken(it) == []
     assert [text for index, text in found if index == 0] == ["a", "b", "c"]
     assert [text for index, text in found if index == 1] == ["x"]
-    assert requests.call_ids == ["r", "r.1", "r.2"]
+    assert requests.call_ids == ["r", "r~1", "r~2"]
 
 
 async def test_what_came_before_an_error_is_taken_before_it_is_raised() -> None:

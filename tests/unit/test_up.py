@@ -273,7 +273,7 @@ def test_a_second_ctrl_c_leaves_neither_folder_nor_ready_file(tmp_path: Path) ->
 
 
 def test_metrics_take_ports_in_a_row_or_free_ones() -> None:
-    assert [_metrics_address("127.0.0.1:9100", index) for index in range(3)] == [
+    assert [_metrics_address("127.0.0.1:9100", index) for index in range(1, 4)] == [
         "127.0.0.1:9101",
         "127.0.0.1:9102",
         "127.0.0.1:9103",
