@@ -22,13 +22,14 @@ help: ## what there is
 demo: $(VENV)/.demo ## bring a cluster up, stream answers, show a table, stop everything
 	@$(PY) -m protos.cli demo
 
-# Two processes: much of the time tests wait for servers. Files stay whole, and those that share the cluster together.
+# Two processes: much of the time tests wait for servers. Files stay whole, for what their fixtures make once. (Not
+# --dist loadgroup: pytest-xdist 3.8 marks groups in an attribute that pytest 9.2 no longer reads, and parts every file.)
 TEST_PROCESSES ?= 2
 test: $(VENV)/.dev ## every test that needs no GPU
 ifdef PYTEST_ARGS
 	@$(PY) -m pytest $(PYTEST_ARGS)
 else
-	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadgroup tests
+	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile tests
 endif
 
 chart: $(VENV)/.dev ## the chart's containers, run for real in namespaces of this machine (as root; a minute or two)

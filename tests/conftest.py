@@ -26,13 +26,6 @@ def _logs_as_they_were() -> Iterator[None]:
         logs.configure("test", json=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests stay in one process when several share the work: a file's, and all that use the one cluster."""
-    for item in items:
-        group = "cluster" if "cluster" in getattr(item, "fixturenames", ()) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcess]:
     """Two deterministic workers on a random tiny llama, shared by e2e and load tests: starting Ray takes seconds."""

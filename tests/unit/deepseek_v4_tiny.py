@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 
 from worker.batch import DECODE_TILE, Batch, Span
 from worker.kv_view import TORCH_DTYPES
+from worker.models import deepseek_v4_attention
 from worker.models.deepseek_v4 import DeepseekV4
 from worker.models.deepseek_v4_checkpoint import is_integer, tensors
 from worker.models.deepseek_v4_config import (
@@ -17,6 +19,7 @@ from worker.models.deepseek_v4_config import (
     DeepseekV4Config,
 )
 from worker.models.deepseek_v4_geometry import RAW_ROW, cache_geometry
+from worker.models.deepseek_v4_indexer import choose
 
 MARGIN = 16
 
@@ -396,3 +399,18 @@ def reference_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits
+
+
+def watched_gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Between the worst score that was chosen and the best that was not, of every choice from here on, as they come."""
+    seen: list[float] = []
+
+    def watched(scores: torch.Tensor, num_visible: torch.Tensor, topk: int) -> torch.Tensor:
+        for row, visible in zip(scores, num_visible.tolist(), strict=True):
+            if visible > topk:
+                best = row[:visible].topk(topk + 1).values
+                seen.append(float(best[-2] - best[-1]))
+        return choose(scores, num_visible, topk)
+
+    monkeypatch.setattr(deepseek_v4_attention, "choose", watched)
+    return seen

@@ -21,11 +21,10 @@ from tests.unit.deepseek_v4_tiny import (
     reference_logits,
     reference_model,
     tiny_config,
+    watched_gaps,
 )
-from worker.models import deepseek_v4_attention
 from worker.models.deepseek_v4_checkpoint import kept_in_float32
 from worker.models.deepseek_v4_geometry import INDEX_KEY
-from worker.models.deepseek_v4_indexer import choose
 
 TOLERANCE = 2e-5
 GAP = 1e-5
@@ -76,17 +75,7 @@ def check(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
 @pytest.fixture
 def gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Between the worst score that was chosen and the best that was not, of every choice that the test makes."""
-    seen: list[float] = []
-
-    def watched(scores: torch.Tensor, num_visible: torch.Tensor, topk: int) -> torch.Tensor:
-        for row, visible in zip(scores, num_visible.tolist(), strict=True):
-            if visible > topk:
-                best = row[:visible].topk(topk + 1).values
-                seen.append(float(best[-2] - best[-1]))
-        return choose(scores, num_visible, topk)
-
-    monkeypatch.setattr(deepseek_v4_attention, "choose", watched)
-    return seen
+    return watched_gaps(monkeypatch)
 
 
 def run_together(driver: Driver, tokens: Sequence[int], chunks: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

@@ -19,13 +19,11 @@ from structlog.testing import capture_logs
 from protos import types_pb2 as pb
 from protos.errors import PreconditionFailed
 from tests.unit.deepseek_v4_engine import Reference, V4Harness
-from tests.unit.deepseek_v4_tiny import TINY, MemoryRows, make_batch, tiny_config
+from tests.unit.deepseek_v4_tiny import TINY, MemoryRows, make_batch, tiny_config, watched_gaps
 from tests.unit.tiny import request
 from worker.kv_view import KvView
 from worker.model_runner import check_tiles
-from worker.models import deepseek_v4_attention
 from worker.models.deepseek_v4_geometry import CSA_ROW
-from worker.models.deepseek_v4_indexer import choose
 from worker.models.deepseek_v4_kv_rows import KvRows
 from worker.sequence import Sequence, StepResult
 
@@ -52,16 +50,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def gaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Between the worst score that was chosen and the best that was not; the test's least is beyond rounding."""
-    seen: list[float] = []
-
-    def watched(scores: torch.Tensor, num_visible: torch.Tensor, topk: int) -> torch.Tensor:
-        for row, visible in zip(scores, num_visible.tolist(), strict=True):
-            if visible > topk:
-                best = row[:visible].topk(topk + 1).values
-                seen.append(float(best[-2] - best[-1]))
-        return choose(scores, num_visible, topk)
-
-    monkeypatch.setattr(deepseek_v4_attention, "choose", watched)
+    seen = watched_gaps(monkeypatch)
     yield seen
     assert not seen or min(seen) > GAP, f"a near-tie of {min(seen):.2g}: take another seed"
 
