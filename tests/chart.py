@@ -69,13 +69,15 @@ def helm(major: int, *arguments: str, values: str = "") -> subprocess.CompletedP
 
 
 @functools.cache
-def render(values: str = "", major: int = 4, *, kube_version: str = "1.37.0") -> tuple[Object, ...]:
+def render(
+    values: str = "", major: int = 4, *, kube_version: str = "1.37.0", release: str = RELEASE
+) -> tuple[Object, ...]:
     """All objects that the chart makes of these values (YAML), hooks included. Do not change them.
 
     Raises:
         ValueError: it does not render; helm's words.
     """
-    template = ("template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--kube-version", kube_version)
+    template = ("template", release, str(CHART), "--namespace", NAMESPACE, "--kube-version", kube_version)
     done = helm(major, *template, values=values)
     if done.returncode:
         raise ValueError(done.stderr)

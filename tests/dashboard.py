@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).parents[1] / "helm" / "dashboards" / "tailpack.json"
-GIVEN_BY_PROMETHEUS = {"instance", "job", "namespace"}
+GIVEN_BY_PROMETHEUS = {"instance", "job", "namespace", "pod"}
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _GROUPING = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")

@@ -78,7 +78,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 
 {{/* What every pod has in common. Argument: root. */}}
 {{- define "tailpack.pod" -}}
-serviceAccountName: {{ include "tailpack.serviceAccountName" . }}
+serviceAccountName: {{ include "tailpack.serviceAccountName" . | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with .Values.image.pullSecrets }}
@@ -86,7 +86,7 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if or .Values.priorityClass.create .Values.priorityClass.name }}
-priorityClassName: {{ .Values.priorityClass.name | default (include "tailpack.fullname" .) }}
+priorityClassName: {{ .Values.priorityClass.name | default (include "tailpack.fullname" .) | quote }}
 {{- end }}
 securityContext:
   runAsNonRoot: true
@@ -135,7 +135,7 @@ affinity:
 - name: model
   mountPath: /models/served
   {{- with .Values.model.pvc.subPath }}
-  subPath: {{ . }}
+  subPath: {{ . | quote }}
   {{- end }}
   readOnly: true
 {{- end }}
@@ -145,7 +145,7 @@ affinity:
 {{- if eq .Values.model.source "pvc" }}
 - name: model
   persistentVolumeClaim:
-    claimName: {{ required "model.pvc.claimName: name the PersistentVolumeClaim that holds the model" .Values.model.pvc.claimName }}
+    claimName: {{ required "model.pvc.claimName: name the PersistentVolumeClaim that holds the model" .Values.model.pvc.claimName | quote }}
     readOnly: true
 {{- end }}
 {{- end }}
@@ -170,7 +170,7 @@ affinity:
 {{- if include "tailpack.tls" (index . 0) }}
 - name: tls
   secret:
-    secretName: {{ include "tailpack.tlsSecret" . }}
+    secretName: {{ include "tailpack.tlsSecret" . | quote }}
     defaultMode: 288 # 0440, for fsGroup
 {{- end }}
 {{- end }}
@@ -213,7 +213,7 @@ affinity:
 - name: TAILPACK_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ . }}
+      name: {{ . | quote }}
       key: token
 {{- end }}
 {{- end }}
@@ -227,14 +227,14 @@ tlsConfig:
   serverName: {{ index . 1 }}
   ca:
     secret:
-      name: {{ include "tailpack.tlsSecret" (list $root "client") }}
+      name: {{ include "tailpack.tlsSecret" (list $root "client") | quote }}
       key: ca.crt
   cert:
     secret:
-      name: {{ include "tailpack.tlsSecret" (list $root "client") }}
+      name: {{ include "tailpack.tlsSecret" (list $root "client") | quote }}
       key: tls.crt
   keySecret:
-    name: {{ include "tailpack.tlsSecret" (list $root "client") }}
+    name: {{ include "tailpack.tlsSecret" (list $root "client") | quote }}
     key: tls.key
 {{- else }}
 scheme: http
@@ -253,6 +253,45 @@ scheme: http
 {{/* Number of workers in a pod of a group. */}}
 {{- define "tailpack.workersPerPod" -}}
 {{- if .gpus }}{{ int .gpus }}{{ else }}{{ int (.cpuWorkers | default 1) }}{{ end -}}
+{{- end }}
+
+{{/* As strings: a custom resource's schema knows no fractions, as cpu: 0.5. Argument: requests and limits. */}}
+{{- define "tailpack.resources" -}}
+{{- range $which, $amounts := pick . "requests" "limits" }}
+{{ $which }}:
+  {{- range $name, $amount := $amounts }}
+  {{ $name }}: {{ toJson $amount | trimAll "\"" | quote }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What a quantity says, as a number. Argument: the quantity. */}}
+{{- define "tailpack.amount" -}}
+{{- $text := toJson . | trimAll "\"" -}}
+{{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
+{{- mulf (regexFind "^[0-9.]+" $text | float64) (get $units (regexFind "[A-Za-z]*$" $text)) -}}
+{{- end }}
+
+{{/* The pods of this release and of no other, as a regular expression for Prometheus. KubeRay calls worker pods
+CLUSTER-GROUP-worker-SUFFIX. */}}
+{{- define "tailpack.podRegex" -}}
+{{- $groups := list }}
+{{- range .Values.workerGroups }}{{ $groups = append $groups .name }}{{ end -}}
+{{- printf "%s-(router|(%s)-worker)-.+" (include "tailpack.fullname" .) (join "|" $groups) -}}
+{{- end }}
+
+{{/* The port at the end of an address; another where there is none. Argument: list of address and the other. */}}
+{{- define "tailpack.portOf" -}}
+{{- regexFind ":[0-9]+/?$" (index . 0) | trimAll ":/" | default (index . 1) -}}
+{{- end }}
+
+{{/* Workers that a pod of any group has at most. */}}
+{{- define "tailpack.mostWorkersPerPod" -}}
+{{- $most := 1 }}
+{{- range .Values.workerGroups }}
+{{- $most = max $most (int (include "tailpack.workersPerPod" (mustMergeOverwrite (deepCopy $.Values.workerDefaults) .))) }}
+{{- end }}
+{{- $most -}}
 {{- end }}
 
 {{- define "tailpack.groupService" -}}
@@ -274,7 +313,7 @@ scheme: http
 - name: RAY_AUTH_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ .Values.ray.auth.existingSecret | default (include "tailpack.fullname" .) }}
+      name: {{ .Values.ray.auth.existingSecret | default (include "tailpack.fullname" .) | quote }}
       key: auth_token
 {{- else }}
 - name: RAY_AUTH_MODE

@@ -45,7 +45,7 @@ initContainers:
     {{- include "tailpack.httpProbes" (list "kv-health" "ready" 120) | nindent 4 }}
     resources:
       requests:
-        cpu: {{ $group.kvstore.cpu }}
+        cpu: {{ toJson $group.kvstore.cpu | trimAll "\"" | quote }}
         memory: {{ add (int $group.kvstore.baseMiB) $arenaMiB }}Mi
       limits: # arenas in host memory are charged to who made them, and that is the kvstore
         memory: {{ add (int $group.kvstore.baseMiB) $arenaMiB }}Mi
@@ -88,7 +88,7 @@ containers:
       {{- $_ := set $resources.requests $group.gpuResource (int $group.gpus) }}
       {{- $_ := set $resources.limits $group.gpuResource (int $group.gpus) }}
       {{- end }}
-      {{- toYaml $resources | nindent 6 }}
+      {{- include "tailpack.resources" $resources | trim | nindent 6 }}
     securityContext:
       {{- include "tailpack.securityContext" $root | nindent 6 }}
     volumeMounts:
@@ -101,8 +101,8 @@ containers:
       - worker
       - node
       - --ray-address=auto
-      - --model={{ include "tailpack.modelPath" $root }}
-      - --name={{ include "tailpack.modelName" $root }}
+      - {{ include "tailpack.modelPath" $root | printf "--model=%s" | quote }}
+      - {{ include "tailpack.modelName" $root | printf "--name=%s" | quote }}
       - --kv-socket=/run/tailpack/kv/kvstore.sock
       - --listen=0.0.0.0:{{ $p.worker }}
       - --metrics=0.0.0.0:{{ $p.workerMetrics }}
@@ -119,6 +119,9 @@ containers:
       {{- end }}
       - --dense-layers={{ $group.denseLayers }}
       - --max-running={{ int $group.maxRunning }}
+      {{- with int $group.maxSequenceTokens }}
+      - --max-sequence-tokens={{ . }}
+      {{- end }}
       {{- if $group.deterministic }}
       - --deterministic
       {{- end }}

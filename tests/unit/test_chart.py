@@ -90,6 +90,26 @@ workerGroups: [{name: cpu, replicas: 2}]
 networkPolicy: {enabled: false}
 """
 
+ODD = """
+model: {name: "a: b #c", pvc: {claimName: "123", subPath: "7"}}
+serviceAccount: {create: false, name: "5"}
+priorityClass: {name: "6"}
+routers: {extraArgs: ["--tls-server-name=a: b #c"], resources: {requests: {cpu: 0.25, memory: 1073741824}}}
+ray: {auth: {existingSecret: "44"}}
+workerGroups:
+  - {name: none, replicas: 0, gpus: 1}
+  - {name: mig, gpus: 2, gpuResource: nvidia.com/mig-3g.40gb, kvstore: {cpu: 1.5}, resources: {requests: {cpu: 0.5}},
+     tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]}
+tls: {mode: secrets, secrets: {router: "1", worker: "2", client: "3"}}
+tokens: {secretName: "8", clientSecret: "9"}
+test: {prompt: "--1: #"}
+"""
+
+MONITORED = """
+monitoring: {serviceMonitors: {enabled: true}, rules: {enabled: true}}
+networkPolicy: {monitoring: [{namespaceSelector: {}}]}
+"""
+
 RENAMED = "nameOverride: kv\nfullnameOverride: other\n"
 
 MATRIX = {
@@ -97,6 +117,7 @@ MATRIX = {
     "all on": ALL_ON,
     "all on, renamed": ALL_ON + RENAMED,
     "all off": ALL_OFF,
+    "odd": ODD,
     "KEDA": MODEL + "routers: {autoscaling: {by: queuedTokens, prometheusUrl: 'http://p:9090'}}\n",
     **{name: example(name) for name in EXAMPLES},
 }
@@ -188,6 +209,18 @@ def test_no_template_is_a_crd() -> None:
         (MODEL + "routers: {autoscaling: {minReplicas: 9}}", "minReplicas is above maxReplicas"),
         (MODEL + "routers: {autoscaling: {by: queuedTokens}}", "prometheusUrl"),
         (MODEL + "workerGroups: [{name: a}, {name: a}]", "two are called a"),
+        (MODEL + "workerGroups: null", "workerGroups is empty"),
+        (
+            MODEL + f"fullnameOverride: {'b' * 40}\nworkerGroups: [{{name: {'g' * 10}}}]",
+            "g: .*51 characters; 50 are the",
+        ),
+        (MODEL + "commonLabels: {app.kubernetes.io/component: x}", "commonLabels: .*component is the chart's own"),
+        (
+            MODEL + "routers: {resources: {requests: {memory: 3Gi}}}",
+            "routers: .*3Gi of memory, more than the limit 2Gi",
+        ),
+        (MODEL + "workerGroups: [{name: a, resources: {requests: {memory: 64Gi}}}]", "a: .*64Gi.*limit 32Gi"),
+        (MODEL + "monitoring: {serviceMonitors: {enabled: true}}", "networkPolicy.monitoring"),
         (MODEL + "workerGroups: [{name: a, kvPreset: tq3}]", "kvPreset tq3 would do nothing in kvMode dense"),
         (MODEL + "tracing: {otlpEndpoint: 'http://o:4317'}", "networkPolicy.tracing"),
         (MODEL + "ray: {gcsFaultTolerance: {enabled: true, redisAddress: 'r:1'}}", "networkPolicy.redis"),
@@ -272,6 +305,8 @@ def test_a_disruption_budget_of_one_pod_would_block_every_drain() -> None:
     budgets = {each["metadata"]["name"]: each["spec"] for each in of_kind(render(ALL_ON), "PodDisruptionBudget")}
     assert set(budgets) == {"rel-tailpack-router", "rel-tailpack-workers-big"}  # small has one pod
     assert budgets["rel-tailpack-workers-big"]["minAvailable"] == 2
+    for budget in budgets.values():  # nor may pods that are not ready keep a node from being drained
+        assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
 # --- names, labels, selectors ---
@@ -322,7 +357,7 @@ def test_selectors_select_pods_of_one_component(case: str) -> None:
 
 def test_routers_are_scraped_at_a_port_that_callers_do_not_reach() -> None:
     """Its page names the tenants. Also without an HTTP door."""
-    objects = render(MODEL + "routers: {http: false}\nmonitoring: {serviceMonitors: {enabled: true}}")
+    objects = render(MODEL + "routers: {http: false}\n" + MONITORED)
     assert argument(container(objects, "router"), "--metrics") == "0.0.0.0:7703"
     (metrics,) = (s for s in of_kind(objects, "Service") if s["metadata"]["name"].endswith("router-metrics"))
     (port,) = metrics["spec"]["ports"]
@@ -333,6 +368,39 @@ def test_routers_are_scraped_at_a_port_that_callers_do_not_reach() -> None:
 def test_two_releases_do_not_select_each_others_pods() -> None:
     for name, selector in selectors(render(ALL_ON)):
         assert selector["app.kubernetes.io/instance"] == RELEASE, name
+
+
+def test_two_releases_share_no_name_and_no_series() -> None:
+    """Of one namespace; one may be called as a group of the other is."""
+    values = MODEL + MONITORED + "workerGroups: [{name: gpu}, {name: cpu}]"
+    one, other = (render(values + f"\nfullnameOverride: {name}") for name in ("kv", "kv-gpu"))
+    names = [{(each["kind"], each["metadata"]["name"]) for each in objects} for objects in (one, other)]
+    assert not names[0] & names[1]
+    (rule,) = of_kind(one, "PrometheusRule")
+    wanted = set(re.findall(r'pod=~"([^"]*)"', json.dumps(rule).replace('\\"', '"')))
+    (pattern,) = wanted
+    own, theirs = (
+        [f"{name}-router-6c4d5-x7b", *(f"{name}-{g}-worker-k2p9z" for g in ("gpu", "cpu"))] for name in ("kv", "kv-gpu")
+    )
+    assert all(re.fullmatch(pattern, pod) for pod in own)  # Prometheus anchors
+    assert not any(re.fullmatch(pattern, pod) for pod in theirs)
+
+
+def test_the_longest_names_fit() -> None:
+    longest = (
+        f"fullnameOverride: {'b' * 40}\nworkerGroups: [{{name: {'g' * 9}, replicas: 2}}]\nloadTest: {{enabled: true}}\n"
+    )
+    for objects in (render(MODEL + MONITORED + longest), render(MODEL, release="r" * 53)):
+        for each in objects:
+            assert len(each["metadata"]["name"]) <= 63, each["metadata"]["name"]
+            assert all(len(value) <= 63 for value in each["metadata"]["labels"].values())
+
+
+@pytest.mark.parametrize("release", ["1abc", "v1.2"])  # helm takes both
+def test_a_release_whose_name_services_and_kuberay_refuse_is_refused_here(release: str) -> None:
+    with pytest.raises(ValueError, match="must begin with a letter"):
+        render(MODEL, release=release)
+    assert render(MODEL + "fullnameOverride: kv", release=release)
 
 
 def test_overrides_rename_everything_and_selectors_follow() -> None:
@@ -448,7 +516,7 @@ def test_the_order_of_a_worker_pods_start_and_end() -> None:
         assert len({mounted[path] for mounted in mounts}) == 1, path
     assert "nvidia.com/gpu" not in json.dumps(kvstore)
     ray = spec["containers"][0]["resources"]
-    assert ray["limits"]["nvidia.com/gpu"] == ray["requests"]["nvidia.com/gpu"] == 8
+    assert ray["limits"]["nvidia.com/gpu"] == ray["requests"]["nvidia.com/gpu"] == "8"
     assert "nvidia.com/gpu" not in json.dumps(spec["containers"][1])
 
 
@@ -485,6 +553,9 @@ def test_a_start_is_over_when_a_first_token_was_generated() -> None:
     router = container(render(MODEL), "router")
     assert router["startupProbe"]["httpGet"]["path"] == "/health/live"
     assert router["readinessProbe"]["httpGet"]["path"] == "/health/ready"
+    # Nor may its Deployment be called failed meanwhile, as `kubectl rollout status` and others do.
+    (deployment,) = of_kind(render(ALL_ON + "workerDefaults: {startupSeconds: 7200}"), "Deployment")
+    assert deployment["spec"]["progressDeadlineSeconds"] > 7200
 
 
 def test_memory_limits_count_arenas_where_the_kernel_charges_them() -> None:
@@ -688,6 +759,24 @@ def is_peer(peer: Object, other: Who) -> bool:
     return there and wanted.items() <= labels.items()
 
 
+@pytest.mark.parametrize(
+    ("told", "redis", "collector"),
+    [((0, 0), 6380, 4318), ((7, 8), 7, 8)],
+)
+def test_ports_of_redis_and_of_the_collector_are_their_addresses_unless_told(
+    told: tuple[int, int], redis: int, collector: int
+) -> None:
+    given = """
+tracing: {otlpEndpoint: "http://otel.monitoring:4318/"}
+ray: {gcsFaultTolerance: {enabled: true, redisAddress: "redis.redis.svc:6380", redisPort: %d}}
+networkPolicy: {tracing: [{podSelector: {}}], tracingPort: %d, redis: [{podSelector: {}}]}
+"""
+    policies = {each["metadata"]["name"]: each for each in of_kind(render(MODEL + given % told), "NetworkPolicy")}
+    for component, port in (("head", redis), ("router", collector), ("worker", collector)):
+        rules = policies[f"rel-tailpack-{component}"]["spec"]["egress"]
+        assert port in {each["port"] for rule in rules for each in rule["ports"]}, component
+
+
 def test_rays_ports_are_those_that_the_policies_let_through() -> None:
     (cluster,) = of_kind(render(ALL_ON), "RayCluster")
     for each in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
@@ -706,12 +795,14 @@ def test_alerts_say_how_bad_and_what() -> None:
     (rule,) = of_kind(render(ALL_ON), "PrometheusRule")
     assert rule["metadata"]["labels"]["release"] == "prometheus"
     alerts = {each["alert"]: each for group in rule["spec"]["groups"] for each in group["rules"]}
-    assert len(alerts) == 11
+    assert len(alerts) == 12
     for name, alert in alerts.items():
         assert name.startswith("Tailpack") and alert["annotations"]["summary"].endswith(".")
         assert alert["labels"]["severity"] in ("warning", "critical")
-    for query in promql(render(ALL_ON)):
-        assert query.selectors and all("namespace" in labels for _, labels in query.selectors), query.expression
+    for query in (*promql(render(ALL_ON)), *promql(render(MATRIX["KEDA"]))):
+        assert query.selectors and all({"namespace", "pod"} <= labels for _, labels in query.selectors), (
+            query.expression
+        )
     for name in ("TailpackDrainStuck", "TailpackWorkerDrainStuck"):
         assert int(alerts[name]["for"].removesuffix("s")) > 3600  # the longest answer of these values
     plain = MODEL + "monitoring: {rules: {enabled: true}}"
@@ -740,3 +831,7 @@ def test_notes_give_the_first_commands() -> None:
     assert "taken" not in notes and "plain text" not in notes
     plain = helm(4, "install", RELEASE, str(CHART), "--dry-run=client", values=MODEL).stdout.partition("NOTES:")[2]
     assert "plain text" in plain and "not asked for tokens" in plain
+    assert "LoadBalancer" not in plain
+    balanced = MODEL + "routers: {service: {type: LoadBalancer}}"
+    told = helm(4, "install", RELEASE, str(CHART), "--dry-run=client", values=balanced).stdout
+    assert "of type LoadBalancer, but the NetworkPolicies let in" in told
