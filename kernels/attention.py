@@ -123,7 +123,7 @@ def attend_dense(
     begin, end = mask.begin, mask.end
     scaled = _by_kv_head(q.to(torch.float32), kv_heads, sm_scale)
     k, v = (x[max(0, begin - first_row) : max(0, end - first_row)].to(torch.float32) for x in (k, v))
-    if begin < end and not softcap and k.shape[2] == v.shape[2]:
+    if begin < end and not softcap and k.shape[2] == v.shape[2] and q.device.type == "cpu":  # the op is a CPU's
         if mask.hidden(begin, end, q.device) is None:
             return _flash(scaled, k, v, num_queries)
         own = first_position - begin  # rows below are seen by all, the others are the queries' own

@@ -169,14 +169,6 @@ class DeepseekV4Architecture:
         self.geometry(config, "float32", self.max_positions)
 
     def geometry(self, config: WorkerConfig, dtype: str, max_sequence_tokens: int) -> CacheGeometry:
-        if config.on_gpu:
-            raise ConfigError(
-                f"{DEEPSEEK_V4} does not run on GPUs yet",
-                reason="NO_GPU_KERNEL",
-                given=config.device,
-                allowed="cpu:0, ...",
-                hint="use device cpu",
-            )
         if config.dense_layers != (0, 0):
             raise ConfigError(f"dense_layers are not built for {DEEPSEEK_V4}", given=config.dense_layers, allowed="0,0")
         if not config.checkpoints:

@@ -9,7 +9,8 @@ from kernels.cells import ARCHES
 from kernels.decode_cells import DecodeShape, decode_cell
 from kernels.decode_memory import ROW_TYPES
 from kernels.errors import ArgumentError, KernelError
-from kvstore.geometry import CacheGeometry
+from kernels.widths import COMPILED_WIDTHS
+from kvstore.geometry import CacheGeometry, LayerGroup
 from protos.errors import ConfigError, PreconditionFailed
 from worker.kv_view import TORCH_DTYPES
 
@@ -29,6 +30,25 @@ def demand_kernels(geometry: CacheGeometry, q_heads: int) -> None:
         row_type = ROW_TYPES.get(TORCH_DTYPES[k.dtype], k.dtype)
         with naming_kernels(f"layer group {group.name!r}"):
             decode_cell(DecodeShape(k.dim, q_heads, k.heads, group.codec(k), group.codec(v), row_type), ARCHES[0])
+
+
+def attention_kernels(geometry: CacheGeometry) -> bool:
+    """Whether attention over this cache is the kernels': of keys and values apart. DeepSeek-V4's is PyTorch's."""
+    return all({region.kind for region in group.regions} == {"k", "v"} for group in geometry.groups)
+
+
+def page_kernels(group: LayerGroup) -> bool:
+    """Whether kernels pack and unpack this packed group's pages: TurboQuant rows of a compiled width, or fp8 rows, one
+    width a group. Without: V4's fp8 rows of 590 bytes, rows of other widths, groups of several widths (V4's compressed
+    rows with their index keys).
+    """
+    codecs, dims = ({f(region) for region in group.paged_regions} for f in (group.codec, lambda region: region.dim))
+    if len(dims) > 1:
+        return False
+    (dim,) = dims
+    if codecs == {"fp8"}:
+        return dim % 8 == 0
+    return all(codec.startswith("tq") for codec in codecs) and dim in COMPILED_WIDTHS
 
 
 @contextmanager

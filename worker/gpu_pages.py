@@ -1,5 +1,8 @@
 """Sealing and refilling on a GPU: all regions of a layer group in one launch of the kernels.
 
+Groups that no kernel packs (``worker.gpu_kernels.page_kernels`` says which) are left to ``worker.kv_moves``, which
+packs them by PyTorch on the same device; a log line and ``tailpack features`` say so.
+
 ``worker.kv_moves`` says what is due; here it becomes tables in device memory. Checksums come back with the launch that
 wrote the pages, because the store cannot read them.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import structlog
 import torch
 
 from kernels import loader
@@ -26,7 +30,10 @@ from kernels.pages_cuda import (
 )
 from kvstore.geometry import LayerGroup
 from protos.errors import InternalError
+from worker.gpu_kernels import page_kernels
 from worker.kv_view import KvView, RegionView, Workspace
+
+log = structlog.get_logger("engine")
 
 _WORDS = (1 << 64) - 1  # checksums are unsigned, torch's integers are not
 
@@ -44,10 +51,17 @@ class GpuPages:
         self._views: dict[str, list[RegionView]] = {}
         self._groups: dict[str, PageGroup] = {}
         for group in kv.geometry.groups:
-            if group.packed:
+            if group.packed and not page_kernels(group):
+                widths = sorted({region.dim for region in group.paged_regions})
+                log.warning("no kernel packs such rows, PyTorch does", group=group.name, mode=group.mode, widths=widths)
+            elif group.packed:
                 views = [view for view in kv.by_group[group.name] if view.packed is not None]
                 self._views[group.name] = views
                 self._groups[group.name] = page_group(kv.page_bytes(group.name), _sources(group, views))
+
+    def packs(self, group: str) -> bool:
+        """Whether the kernels pack and unpack this group's pages."""
+        return group in self._groups
 
     def load(self) -> None:
         """Loads the kernels, compiling what no archive has: seconds, before the worker reports ready."""

@@ -61,7 +61,7 @@ def copy_tails(kv: KvView, copies: Iterable[TailCopy]) -> None:
 def refill_tails(kv: KvView, refills: Iterable[Refill], reason: str, on_gpu: GpuPages | None = None) -> None:
     """Dequantises tokens out of pages into tail rings; counted under ``reason``. Lossy."""
     for refill in refills:
-        if on_gpu is not None:
+        if on_gpu is not None and on_gpu.packs(refill.group):
             on_gpu.refill(refill.group, _refilled(refill))
             for view in kv.by_group[refill.group]:
                 kv.counters.rows_dequantised[reason] += (
@@ -88,7 +88,7 @@ def pack(
     checksums: dict[tuple[str, int], int] = {}
     for group, views in kv.by_group.items():
         due = [(job, page) for job in jobs if job.rows.group == group for page in job.pages]
-        if on_gpu is not None:
+        if on_gpu is not None and on_gpu.packs(group):
             checksums |= _pack_on_gpu(kv, on_gpu, group, due, workspace)
             continue
         fresh = [(job, page) for job, page in due if page.source is None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from kvstore.client import Arena
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from protos.errors import ConfigError, PreconditionFailed
 from protos.page_hash import PAGE_TOKENS
-from worker.batch import Batch, GroupBatch, Place
+from worker.batch import Batch, DecodeRows, GroupBatch, Place
 from worker.device_memory import DeviceArena, Driver
 from worker.gpu import memory_of
 
@@ -69,6 +70,23 @@ class RegionView:
         if before_wrap < num_rows:
             views.append(self.tail[slot, : num_rows - before_wrap])
         return views
+
+
+class Places(NamedTuple):
+    """Where the rows of B sequences of one layer group are, on the memory's device.
+
+    Attributes:
+        table: [B, P] int64, page ids in token order; another page's behind the last of a sequence.
+        slots: [B] int64, tail slots; None in groups without a tail.
+    """
+
+    table: torch.Tensor
+    slots: torch.Tensor | None
+
+    @staticmethod
+    def of(decode: DecodeRows) -> Places:
+        slots = decode.step.tail_slots
+        return Places(decode.step.page_table.long().clamp(min=0), None if slots is None else slots.long())
 
 
 class KvView:
@@ -183,7 +201,7 @@ class KvView:
     def append_blocks(self, view: RegionView, place: Place, first: int, rows: torch.Tensor) -> None:
         """Writes rows [N, heads, dim] of blocks [first, first + N) of a sequence: to its dense pages, else its tail."""
         began_ns = time.perf_counter_ns()
-        blocks = torch.arange(first, first + len(rows), device=rows.device)
+        blocks = torch.arange(first, first + len(rows))  # beside page_ids, in host memory
         if view.tail is not None:
             view.tail[place.tail_slot, blocks % view.tail.shape[1]] = rows
         else:
@@ -218,7 +236,33 @@ class KvView:
         """Rows by their ``numbers`` [M] int64, out of a dense group's pages: [M, heads, dim], a copy of those alone."""
         assert view.pages is not None
         per_page = view.pages.shape[1]
-        return view.pages[place.page_ids[numbers // per_page], numbers % per_page]
+        return view.pages[place.page_ids.to(numbers.device)[numbers // per_page], numbers % per_page]
+
+    def gather(self, view: RegionView, where: Places, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows by their ``numbers`` [B, N] int64, of each of B sequences its own: [B, N, heads, dim], one copy.
+
+        Out of tail rings, where the region has one, else dense pages.
+        """
+        if view.tail is not None:
+            assert where.slots is not None
+            return _wide(view.tail)[where.slots.unsqueeze(1), numbers % view.tail.shape[1]].view(view.dtype)
+        assert view.pages is not None
+        per_page = view.pages.shape[1]
+        return _wide(view.pages)[where.table.gather(1, numbers // per_page), numbers % per_page].view(view.dtype)
+
+    def gather_pages(self, view: RegionView, where: Places, first: int, end: int) -> torch.Tensor:
+        """Rows of pages [first, end) of each of B sequences' tables, [B, rows, heads, dim], one copy; of a sequence
+        that has fewer pages, another's rows.
+        """
+        assert view.pages is not None
+        return _wide(view.pages)[where.table[:, first:end]].view(view.dtype).flatten(1, 2)
+
+    def put(self, view: RegionView, where: Places, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+        """Writes a row of each of B sequences, rows [B, heads, dim] by their ``numbers`` [B], to its dense pages."""
+        assert view.pages is not None
+        per_page = view.pages.shape[1]
+        pages = where.table.gather(1, (numbers // per_page).unsqueeze(1)).squeeze(1)
+        view.pages[pages, numbers % per_page] = rows
 
     def packed_rows_at(self, view: RegionView, place: Place, numbers: torch.Tensor, reason: str) -> torch.Tensor:
         """As ``rows_at`` out of packed pages, dequantised and counted under ``reason``."""
@@ -241,10 +285,12 @@ class KvView:
 
 
 class Workspace:
-    """The KV rows of a step's prefill spans, in the order of ``Batch.workspace_rows``, until they are sealed."""
+    """The KV rows of a step's prefill spans, in the order of ``Batch.workspace_rows``, until they are sealed. Without a
+    batch there are none.
+    """
 
-    def __init__(self, batch: Batch) -> None:
-        self._wanted = batch.workspace_rows
+    def __init__(self, batch: Batch | None = None) -> None:
+        self._wanted = batch.workspace_rows if batch is not None else torch.empty(0, dtype=torch.int64)
         self._rows: dict[tuple[int, str], torch.Tensor] = {}
         self._blocks: dict[tuple[int, str, int], tuple[int, torch.Tensor]] = {}
 
@@ -299,18 +345,25 @@ def _rows(raw: torch.Tensor, offset: int, shape: tuple[int, int, int], dtype: to
 
 
 def _page_rows(view: RegionView, place: Place, begin: int, end: int) -> list[torch.Tensor]:
-    """Rows [begin, end) of a dense group, a view a page."""
+    """Rows [begin, end) of a dense group: a view where they lie in one page, else one copy."""
     assert view.pages is not None
     per_page = view.region.rows_per_page
     _demand_held(view, place.page_ids[begin // per_page : -(-end // per_page)], begin // per_page)
     if begin == end:
         return [view.pages[:0].flatten(0, 1)]
-    parts = []
-    for index in range(begin // per_page, -(-end // per_page)):
-        first = index * per_page
-        rows = view.pages[int(place.page_ids[index])]
-        parts.append(rows[max(begin, first) - first : min(end, first + per_page) - first])
-    return parts
+    first, last = begin // per_page, (end - 1) // per_page
+    if first == last:
+        rows = view.pages[int(place.page_ids[first])]
+    else:
+        rows = view.pages[place.page_ids[first : last + 1].to(view.pages.device)].flatten(0, 1)
+    return [rows[begin - first * per_page : end - first * per_page]]
+
+
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    """The same memory in elements of 16 bytes where it fits: copying by index takes time by the element."""
+    steps = (*rows.stride()[:-1], rows.storage_offset(), rows.shape[-1])
+    wide = torch.complex128.itemsize // rows.element_size()
+    return rows if any(step % wide for step in steps) else rows.view(torch.complex128)
 
 
 def _demand_held(view: RegionView, page_ids: torch.Tensor, first_page: int) -> None:

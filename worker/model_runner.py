@@ -71,17 +71,16 @@ class ModelRunner:
         self._attend: Attend = attend
         self._on_gpu = pages is not None
         if pages is not None:
-            assert isinstance(network, Llama)  # other families are refused before they are loaded
             with _current(network.device):
-                on_gpu = GpuAttention(
-                    kv,
-                    q_heads=network.config.q_heads,
-                    max_sequences=max_sequences,
-                    max_sequence_tokens=max_sequence_tokens,
-                )
-                on_gpu.load()
+                if isinstance(network, Llama):
+                    self._attend = on_gpu = GpuAttention(
+                        kv,
+                        q_heads=network.config.q_heads,
+                        max_sequences=max_sequences,
+                        max_sequence_tokens=max_sequence_tokens,
+                    )
+                    on_gpu.load()
                 pages.load()
-            self._attend = on_gpu
 
     @property
     def kv(self) -> KvView:

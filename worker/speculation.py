@@ -107,6 +107,7 @@ class Drafter:
             sequences = [leads[at].sequence for at in rows.active]
             newest = [sequence.drafts[-1] for sequence in sequences]
             batch = rows_alone(newest, [sequence.num_computed + depth - 1 for sequence in sequences])
+            batch = batch.to(self._network.device)
             before = torch.stack([streams[at] for at in rows.active])
             out = self._network.draft(_BLOCK, before, batch.token_ids, batch, rows)
             for at, sequence, after, guess in zip(rows.active, sequences, out, self._guesses(out, batch), strict=True):
@@ -149,6 +150,9 @@ class _GuessedRows:
         assert kind == RAW_ROW
         for at, row in zip(self.active, torch.split(rows, 1), strict=True):
             self._guessed[at].append(row)
+
+    def decode(self) -> None:
+        """Each guess is read by itself."""
 
     def chosen(self, span: int, layer: int, kind: str, numbers: torch.Tensor) -> torch.Tensor:
         raise InternalError("an MTP block reads raw rows alone", given=kind, allowed=RAW_ROW)

@@ -8,6 +8,7 @@ from kernels.widths import MEASURED
 from kvstore.geometry import CacheGeometry, LayerGroup
 from protos import types_pb2
 from worker.config import WorkerConfig
+from worker.gpu_kernels import attention_kernels, page_kernels
 
 
 def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[types_pb2.Switch]:
@@ -19,7 +20,10 @@ def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[t
     asked = f"{config.kv_mode} {config.preset}".strip()
     modes = "; ".join(f"{group.name}: {_mode(group)}" for group in geometry.groups)
     first, last = config.dense_layers
-    return [
+    attention = "PyTorch on the CPU"
+    if arch:
+        attention = f"CUDA kernels for {arch}" if attention_kernels(geometry) else f"PyTorch on {arch}"
+    found = [
         types_pb2.Switch(
             name="kv-mode",
             configured=asked,
@@ -29,8 +33,8 @@ def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[t
         types_pb2.Switch(
             name="attention",
             configured=config.device,
-            engaged=f"CUDA kernels for {arch}" if arch else "PyTorch on the CPU",
-            evidence=", ".join(_records(packed, arch)),
+            engaged=attention,
+            evidence=", ".join(_records(packed, arch)) if attention_kernels(geometry) else "",
         ),
         _switch("dense-layers", f"first {first}, last {last}" if first or last else "off", bool(packed)),
         _switch("deterministic", _on(config.deterministic), config.deterministic),
@@ -41,6 +45,11 @@ def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[t
         ),
         types_pb2.Switch(name="admission", configured=config.admission, engaged=config.admission),
     ]
+    if arch and any(group.packed for group in packed):
+        by = {True: f"CUDA kernels for {arch}", False: f"PyTorch on {arch}, no kernel packs such rows"}
+        pages = "; ".join(f"{group.name}: {by[page_kernels(group)]}" for group in packed if group.packed)
+        found.insert(2, types_pb2.Switch(name="packing", configured=config.device, engaged=pages))
+    return found
 
 
 def _records(groups: Iterable[LayerGroup], arch: str) -> list[str]:

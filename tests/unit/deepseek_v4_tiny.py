@@ -11,7 +11,7 @@ import torch
 
 from worker.batch import DECODE_TILE, Batch, Span
 from worker.kv_view import TORCH_DTYPES
-from worker.models import deepseek_v4_attention
+from worker.models import deepseek_v4_attention, deepseek_v4_decode
 from worker.models.deepseek_v4 import DeepseekV4
 from worker.models.deepseek_v4_checkpoint import is_integer, tensors
 from worker.models.deepseek_v4_config import (
@@ -200,6 +200,9 @@ class MemoryRows:
         held = self.rows[self.sequences[span]][layer, kind]
         assert held.first == 0 and int(numbers.max()) < held.end
         return held.rows[numbers]
+
+    def decode(self) -> None:
+        """Every span is read by itself."""
 
     def keep(self, layer: int, kind: str, rows: torch.Tensor) -> None:
         assert self.batch is not None and len(rows) == len(self.batch.token_ids)
@@ -412,5 +415,6 @@ def watched_gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
                 seen.append(float(best[-2] - best[-1]))
         return choose(scores, num_visible, topk)
 
-    monkeypatch.setattr(deepseek_v4_attention, "choose", watched)
+    for module in (deepseek_v4_attention, deepseek_v4_decode):
+        monkeypatch.setattr(module, "choose", watched)
     return seen

@@ -358,7 +358,6 @@ def test_configs_that_are_not_understood_are_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"device": "cuda:0"}, "NO_GPU_KERNEL"),
         ({"kv_mode": "turboquant", "dense_layers": (1, 1)}, "dense_layers"),
         ({"kv_mode": "window", "kv_retention": "all"}, "RETENTION_MISMATCH"),
         ({"kv_mode": "dense", "kv_retention": "checkpoints"}, "RETENTION_MISMATCH"),
@@ -370,9 +369,8 @@ def test_what_the_family_has_not_is_refused_by_name(folder: Path, settings: dict
     shapes = architecture(json.loads((folder / "config.json").read_text()))
     with pytest.raises(ConfigError, match=named):
         shapes.geometry(config_for(folder, **settings), "float32", 512)
-    if "device" not in settings:
-        with pytest.raises(ConfigError, match=named):  # before anything starts
-            ClusterConfig.of(model=str(folder), listen="127.0.0.1:0", device="cpu", **settings)
+    with pytest.raises(ConfigError, match=named):  # before anything starts
+        ClusterConfig.of(model=str(folder), listen="127.0.0.1:0", device="cpu", **settings)
 
 
 @pytest.mark.parametrize(

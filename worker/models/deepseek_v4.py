@@ -9,19 +9,19 @@ import torch.nn.functional as F
 
 from protos.errors import ModelError
 from worker.batch import Batch
-from worker.models.deepseek_v4_attention import (
-    AttentionWeights,
-    IndexerWeights,
-    LayerRope,
-    attention,
-    normed,
-    project,
-    project_out,
-)
+from worker.models.deepseek_v4_attention import attention
 from worker.models.deepseek_v4_compressor import CompressorWeights
 from worker.models.deepseek_v4_config import CSA_RATIO, DeepseekV4Config
 from worker.models.deepseek_v4_hyper import HyperWeights, head_streams, mixing, read_streams, write_streams
 from worker.models.deepseek_v4_moe import MoeWeights, moe
+from worker.models.deepseek_v4_projections import (
+    AttentionWeights,
+    IndexerWeights,
+    LayerRope,
+    normed,
+    project,
+    project_out,
+)
 from worker.models.deepseek_v4_rope import layer_frequencies, rotation
 from worker.models.deepseek_v4_rows import Rows
 from worker.models.layers import Weights, linear

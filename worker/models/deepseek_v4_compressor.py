@@ -66,23 +66,28 @@ def pool(pending: torch.Tensor, first_token: int, blocks: range, weights: Compre
             nothing[:, :, 1] = -torch.inf
             before = torch.cat((nothing, before))
         own = torch.cat((before, own), dim=1)
-    values, scores = own.unbind(2)  # [blocks, tokens, dim]
-    pooled: torch.Tensor = (scores.softmax(1) * values).sum(1)
-    return pooled
+    return pooled(own)
+
+
+def pooled(shares: torch.Tensor) -> torch.Tensor:
+    """[blocks, tokens, 2, dim] float32, values and scores, -> [blocks, dim]."""
+    values, scores = shares.unbind(2)
+    return (scores.softmax(1) * values).sum(1)
 
 
 def compressed_rows(
-    pooled: torch.Tensor,
-    blocks: range,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
     weights: CompressorWeights,
     inverse_frequencies: torch.Tensor,
     dtype: torch.dtype,
     eps: float,
 ) -> torch.Tensor:
-    """pooled [B, dim] -> rows [B, dim] as attention reads them: normed, rotated to their block's first token."""
-    normed = (rms(pooled.to(dtype), eps) * weights.norm).to(dtype)
-    positions = torch.arange(blocks.start, blocks.stop, device=pooled.device) * weights.ratio
-    return rotate_last(normed, rotation(inverse_frequencies, positions))
+    """Pooled values [B, dim] of blocks [B] -> rows [B, 1, dim] as attention reads them: normed, rotated to their
+    block's first token.
+    """
+    normed = (rms(values.to(dtype), eps) * weights.norm).to(dtype)
+    return rotate_last(normed, rotation(inverse_frequencies, blocks * weights.ratio)).unsqueeze(1)
 
 
 def complete(
@@ -105,7 +110,8 @@ def complete(
         return own.new_empty((0, 1, len(weights.norm)), dtype=dtype)
     first = first_needed(at.start, weights)
     pending = torch.cat((at.held(pending_kind, first, at.start), own))
-    pooled = pool(pending, first, blocks, weights)
-    rows = compressed_rows(pooled, blocks, weights, inverse_frequencies, dtype, eps).unsqueeze(1)
+    values = pool(pending, first, blocks, weights)
+    numbers = torch.arange(blocks.start, blocks.stop, device=own.device)
+    rows = compressed_rows(values, numbers, weights, inverse_frequencies, dtype, eps)
     at.keep_blocks(kind, blocks.start, rows)
     return rows

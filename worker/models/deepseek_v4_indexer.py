@@ -40,5 +40,8 @@ def choose(scores: torch.Tensor, num_visible: torch.Tensor, topk: int) -> torch.
     better, equal = scores > last, scores == last
     room = topk - better.sum(1, keepdim=True)
     taken = better | (equal & (equal.cumsum(1) <= room))  # topk a query, the first hidden rows among them at need
-    rows = taken.nonzero()[:, 1].view(-1, topk)
+    # Each row to its place among those taken, the others behind them all: without asking how many there are.
+    places = torch.where(taken, taken.cumsum(1) - 1, topk)
+    numbers = torch.arange(scores.shape[1], device=scores.device).expand_as(places)
+    rows = places.new_empty((len(scores), topk + 1)).scatter_(1, places, numbers)[:, :topk]
     return rows.masked_fill(rows >= num_visible.unsqueeze(1), -1)

@@ -6,6 +6,8 @@ import torch
 
 from worker.batch import Batch, Place
 from worker.kv_view import KvView, RegionView, Workspace
+from worker.models.deepseek_v4_geometry import COMPRESSED, RAW
+from worker.models.deepseek_v4_reads import DecodeReads
 
 
 class KvRows:
@@ -20,6 +22,10 @@ class KvRows:
         self._kv = kv
         self._workspace = workspace
         self._batch = batch
+        self._decode = _decode_reads(kv, batch)
+
+    def decode(self) -> DecodeReads | None:
+        return self._decode
 
     def held(self, span: int, layer: int, kind: str, first: int, end: int) -> torch.Tensor:
         view, place = self._of(span, layer, kind)
@@ -65,3 +71,12 @@ class KvRows:
     def _of(self, span: int, layer: int, kind: str) -> tuple[RegionView, Place]:
         view = self._kv.view(layer, kind)
         return view, self._batch.groups[view.group.name].places[span]
+
+
+def _decode_reads(kv: KvView, batch: Batch) -> DecodeReads | None:
+    """On a GPU, but not where compressed rows are packed; nor in deterministic mode, where a row's products must not
+    have shapes that other sequences decide on."""
+    packed = any(group.name == COMPRESSED and group.packed for group in kv.geometry.groups)
+    if packed or batch.deterministic or batch.groups[RAW].decode is None:
+        return None
+    return DecodeReads(kv, batch)

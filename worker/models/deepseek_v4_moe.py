@@ -59,15 +59,50 @@ def clamped_swiglu(gate_up: torch.Tensor, limit: float, *, deterministic: bool) 
 
 
 def moe(x: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, batch: Batch) -> torch.Tensor:
-    """x [R, hidden] -> [R, hidden] in x's dtype: the routed experts' weighted sum plus the shared expert."""
+    """x [R, hidden] -> [R, hidden] in x's dtype: the routed experts' weighted sum plus the shared expert.
+
+    On a GPU in bfloat16 all experts' products are two calls (``_grouped``) and the host waits for nothing; elsewhere,
+    and in deterministic mode, it goes from expert to expert and waits once, for how many rows each has.
+    """
     experts, shares = route(x, weights, config, batch)
     gate_up = linear(x, weights.shared_up, None, batch.tiles)
     gated = clamped_swiglu(gate_up, config.swiglu_limit, deterministic=batch.deterministic)
     out = linear(gated.to(x.dtype), weights.shared_down, None, batch.tiles).float()
-    for expert in sorted({*experts.flatten().tolist()}):  # in rising order: a row's sum has one order in every batch
-        rows, slots = (experts == expert).nonzero(as_tuple=True)
-        out.index_add_(0, rows, _expert(x[rows], shares[rows, slots], expert, weights, config, batch))
+    # Rows by their experts, of one expert in rising order: a row's sum has one order in every batch.
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    rows, shares = order // config.experts_per_token, shares.flatten()[order]
+    if x.is_cuda and x.dtype == torch.bfloat16 and not batch.deterministic:
+        return (out + _grouped(x, rows, order, sorted_experts, shares, weights, config)).to(x.dtype)
+    first = 0
+    for expert, count in enumerate(sorted_experts.bincount(minlength=config.num_experts).tolist()):
+        if count:
+            some = rows[first : first + count]
+            out.index_add_(0, some, _expert(x[some], shares[first : first + count], expert, weights, config, batch))
+            first += count
     return out.to(x.dtype)
+
+
+def _grouped(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    order: torch.Tensor,
+    sorted_experts: torch.Tensor,
+    shares: torch.Tensor,
+    weights: MoeWeights,
+    config: DeepseekV4Config,
+) -> torch.Tensor:
+    """The routed experts' sums of x [R, hidden], float32.
+
+    Args:
+        rows, sorted_experts, shares: [R K], sorted by expert; ``order`` [R K] is where each was before.
+    """
+    ends = torch.arange(config.num_experts, device=x.device)
+    ends = torch.searchsorted(sorted_experts, ends, right=True).to(torch.int32)  # of each expert's rows
+    gate_up = F.grouped_mm(x[rows], weights.up.transpose(1, 2), offs=ends)
+    gated = clamped_swiglu(gate_up, config.swiglu_limit, deterministic=False) * shares.unsqueeze(-1)
+    routed = F.grouped_mm(gated.to(x.dtype), weights.down.transpose(1, 2), offs=ends)
+    unsorted = torch.empty_like(routed).index_copy_(0, order, routed)
+    return unsorted.view(len(x), config.experts_per_token, -1).sum(1, dtype=torch.float32)
 
 
 def _expert(

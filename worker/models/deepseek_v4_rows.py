@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from worker.batch import Span
+from worker.models.deepseek_v4_reads import DecodeReads
 
 
 class Rows(Protocol):
@@ -21,6 +22,10 @@ class Rows(Protocol):
 
     def chosen(self, span: int, layer: int, kind: str, numbers: torch.Tensor) -> torch.Tensor:
         """[M, heads, dim]: rows ``numbers`` [M] int64 of a kind of blocks, those that the span completed included."""
+        ...
+
+    def decode(self) -> DecodeReads | None:
+        """The step's decode rows (spans of one token) for all to be read at once; None: they are read as others are."""
         ...
 
     def keep(self, layer: int, kind: str, rows: torch.Tensor) -> None:

@@ -50,6 +50,10 @@ class GpuAttention:
         for layer in self._layers.values():
             layer.load()
 
+    def decode_layer(self, layer: int) -> DecodeLayer:
+        """The decode kernels of a layer, for whoever launches them without a ``Batch``; on the same stream."""
+        return self._layers[layer]
+
     def __call__(
         self,
         q: torch.Tensor,
