@@ -93,6 +93,38 @@ class Admitted:
 
 
 @dataclass(frozen=True)
+class Adopted:
+    """A sequence that outlived its worker, or its store. Tokens [0, num_committed) need no computing; those behind them
+    are logged, and were perhaps sent.
+
+    ``num_prompt_tokens``: as opened; of a sequence that was computed again, tokens it had emitted are among them.
+    ``token_ids``: all that are logged. ``num_cached``: of the committed tokens, those that a prefix match gave.
+    ``prefix_exact`` is False when some rows are not what the sequence would have computed by itself. ``pages``,
+    ``bases`` and ``tail_slots`` as in ``Admitted``: of packed groups, sealed pages only.
+
+    ``intact`` False: rows below ``num_committed`` are missing, because a copy, a refill or a fill of its tail was cut
+    off. Nothing can be gone on with: release it and open it again.
+
+    A worker that died while it replaced a sequence by a larger fork of itself leaves two slots of one request.
+    """
+
+    slot: int
+    request_id: str
+    tenant_salt: str
+    num_prompt_tokens: int
+    token_ids: list[int]
+    num_committed: int
+    max_tokens: int
+    frozen_request: bytes
+    pages: Mapping[str, list[int]]
+    bases: Mapping[str, int]
+    tail_slots: Mapping[str, int]
+    prefix_exact: bool
+    num_cached: int
+    intact: bool
+
+
+@dataclass(frozen=True)
 class Refused:
     """No room now. ``short_group`` is the layer group without enough pages; empty: no slot is free.
 

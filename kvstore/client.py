@@ -11,21 +11,18 @@ once they are there.
 from __future__ import annotations
 
 import os
-import queue
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol
 
 import grpc
 
 from kvstore import messages
 from kvstore.answers import (
     Admitted,
+    Adopted,
     Checkpointed,
     Forked,
     NewPage,
@@ -38,26 +35,20 @@ from kvstore.answers import (
     TailCopy,
     Truncated,
 )
-from kvstore.arena import Arena, Memory, close_all
+from kvstore.arena import Arena
 from kvstore.checksum import page_checksum
-from kvstore.control import ControlBlock, ControlShape
-from kvstore.fd_server import deliver, fetch, num_descriptors
+from kvstore.control import ControlBlock
+from kvstore.control_layout import ControlShape
 from kvstore.geometry import CacheGeometry
+from kvstore.mapping import Mapped, map_memory, mismatch
 from kvstore.retention import pages_for, sealed_base
+from kvstore.session import CALL_TIMEOUT_S, DeviceMemory, Session, lost, not_there
 from protos import kvstore_pb2, kvstore_pb2_grpc, rpc
-from protos.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    KvStoreLost,
-    PermissionDenied,
-    PreconditionFailed,
-    RequestCancelled,
-    TailpackError,
-    Unavailable,
-)
+from protos.errors import DeadlineExceeded, PreconditionFailed, TailpackError, Unavailable
 
 __all__ = [
     "Admitted",
+    "Adopted",
     "Arena",
     "Attachment",
     "Checkpointed",
@@ -81,26 +72,9 @@ __all__ = [
     "watch",
 ]
 
-CALL_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 5.0
-VERDICT_TIMEOUT_S = 1.0
+REATTACH_EVERY_S = 0.1
 SLOWEST_PREFAULT = 64 << 20
 """Bytes a second. A virtual machine that gets its memory page by page was seen to do 125 MB/s."""
-
-
-class DeviceMemory(Protocol):
-    """What a worker on a GPU brings along: neither the store nor this module can make a GPU's memory."""
-
-    @property
-    def granularity(self) -> int:
-        """Sizes of chunks are multiples of it; a power of two, in bytes."""
-
-    def create(self, chunk_bytes: Sequence[int]) -> list[int]:
-        """Zeroed chunks of these sizes, as descriptors that alone keep them alive; all or none.
-
-        Raises:
-            CapacityError: NOT_ENOUGH_MEMORY.
-        """
 
 
 @dataclass(frozen=True)
@@ -168,21 +142,23 @@ def attach(
         weights_digest=weights_digest,
         checkpoint_slots=checkpoint_slots,
         memory_granularity=device_memory.granularity if device_memory else 0,
+        adopts=True,
     )
     # The store touches the control block too. How many pages it describes is the store's to say; not more than these.
     most_pages = tuple(arena_bytes // group.page_bytes for group in geometry.groups if group.page_bytes)
     control_bytes = ControlShape(most_pages, max_sequences, max_sequence_tokens).num_bytes
     touched_bytes = control_bytes + (0 if device_memory else arena_bytes)
-    session = _Session(socket, asked, timeout_s + touched_bytes / SLOWEST_PREFAULT, on_lost)
+    link = _Link(socket, asked, timeout_s + touched_bytes / SLOWEST_PREFAULT, on_lost)
+    session = link.session()
     session.attach(device_memory)
     try:
         if session.attached.geometry_digest != geometry.digest():
-            raise _mismatch(session.attached.geometry_digest.hex(), geometry.summary())
-        arenas, tails, control = _map(session.attached, geometry, device, timeout_s)
+            raise mismatch(session.attached.geometry_digest.hex(), geometry.summary())
+        mapped = map_memory(session.attached, geometry, device, timeout_s)
     except BaseException:
         session.close()
         raise
-    return Attachment(session, geometry, arenas, tails, control)
+    return Attachment(link, session, geometry, mapped)
 
 
 def stats(socket: Path, *, timeout_s: float = CALL_TIMEOUT_S) -> kvstore_pb2.KvStatsResponse:
@@ -191,7 +167,7 @@ def stats(socket: Path, *, timeout_s: float = CALL_TIMEOUT_S) -> kvstore_pb2.KvS
         try:
             return kvstore_pb2_grpc.KvStoreStub(channel).Stats(kvstore_pb2.KvStatsRequest(), timeout=timeout_s)
         except grpc.RpcError as failure:
-            raise _not_there(socket, rpc.error_from(failure)) from failure
+            raise not_there(socket, rpc.error_from(failure)) from failure
 
 
 def verify(socket: Path, *, timeout_s: float = 60.0) -> list[str]:
@@ -201,7 +177,7 @@ def verify(socket: Path, *, timeout_s: float = 60.0) -> list[str]:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)
             return list(stub.Verify(kvstore_pb2.VerifyRequest(), timeout=timeout_s).problems)
         except grpc.RpcError as failure:
-            raise _not_there(socket, rpc.error_from(failure)) from failure
+            raise not_there(socket, rpc.error_from(failure)) from failure
 
 
 def watch(
@@ -221,36 +197,114 @@ def watch(
         try:
             yield from stream
         except grpc.RpcError as failure:
-            raise _not_there(socket, rpc.error_from(failure)) from failure
+            raise not_there(socket, rpc.error_from(failure)) from failure
         finally:
             stream.cancel()
+
+
+@dataclass(frozen=True)
+class _Link:
+    """What it takes to open a session with the store of this socket, whichever it is by then."""
+
+    socket: Path
+    asked: kvstore_pb2.AttachOpen
+    timeout_s: float
+    on_lost: Callable[[str], None] | None
+
+    def session(self) -> Session:
+        return Session(self.socket, self.asked, self.timeout_s, self.on_lost)
+
+    def session_with_memory(self) -> Session:
+        asked = kvstore_pb2.AttachOpen(holds_memory=True)
+        asked.MergeFrom(self.asked)
+        return Session(self.socket, asked, self.timeout_s, self.on_lost)
 
 
 class Attachment:
     """A live hold on one device's memory; a context manager that detaches.
 
-    After it ended (``close``, or the store went away) every call raises KvStoreLost. The mappings stay readable while
-    someone holds a view of them; writing through them after ``close`` is a bug of the caller, as the store may hand
-    them on.
+    After it ended (``close``, or the store went away) every call raises KvStoreLost. Where the store went away,
+    ``reattach`` goes on with the next one. The mappings stay readable while someone holds a view of them; writing
+    through them after ``close`` is a bug of the caller, as the store may hand them on.
     """
 
-    def __init__(
-        self,
-        session: _Session,
-        geometry: CacheGeometry,
-        arenas: Mapping[str, Arena],
-        tails: Mapping[str, Arena],
-        control: ControlBlock,
-    ) -> None:
+    def __init__(self, link: _Link, session: Session, geometry: CacheGeometry, mapped: Mapped) -> None:
+        self._link = link
+        self._session = session
+        self._mapped = mapped
+        self._repeated: set[int] = set()  # slots whose next reserve hands out again what was reserved
+        self.geometry = geometry
+        self.arenas = MappingProxyType(dict(mapped.arenas))
+        """By group, of the groups that have pages. In host memory or, on a GPU, chunks to map."""
+        self.tails = MappingProxyType(dict(mapped.tails))
+        """By group, of the groups that have a tail; a page of these arenas is a tail slot."""
+        self.control: ControlBlock = mapped.control
+        self._take(session)
+
+    def _take(self, session: Session) -> None:
         self._session = session
         self.epoch: int = session.attached.epoch
         self.store_incarnation: str = session.attached.store_incarnation
-        self.geometry = geometry
-        self.arenas = MappingProxyType(dict(arenas))
-        """By group, of the groups that have pages. In host memory or, on a GPU, chunks to map."""
-        self.tails = MappingProxyType(dict(tails))
-        """By group, of the groups that have a tail; a page of these arenas is a tail slot."""
-        self.control = control
+        self.adopted: tuple[Adopted, ...] = tuple(
+            messages.adopted_from(message, self.control) for message in session.attached.adopted
+        )
+        """Sequences that were there already: at the start those of a worker that is gone, after ``reattach`` all of
+        this worker's. They are this attachment's: those that it does not want it releases."""
+
+    def reattach(self, timeout_s: float) -> None:
+        """Goes on with the next store of the same socket, after this one died or stopped: hands it the memory, which it
+        adopts. Returns when it has. Blocks; called by the thread that makes the calls, between two of them.
+
+        Mappings, slots, pages and tails stay as they are; ``epoch``, ``store_incarnation`` and ``adopted`` change. Of a
+        call that failed with KvStoreLost, either all was done or nothing; ``adopted`` and the control block say which:
+
+        - open, fork: a slot in ``adopted`` that the caller does not know of. Release it and call again.
+        - release: a slot that is not in ``adopted``.
+        - reserve, seal: call again with the same numbers; what was done is found done. Dense groups: pages that were
+          reserved stand in the control block (``sequence_pages``).
+        - truncate: ``control.logged`` says; where copies were asked for and not made, the slot is not ``intact``.
+        - checkpoint: all are forgotten.
+
+        A slot that is not ``intact`` is to be released and opened again.
+
+        Args:
+            timeout_s: for a store to be there and to adopt.
+
+        Raises:
+            KvStoreLost: none came in time, the store ended the attachment itself, it refuses the memory
+            (BAD_CONTROL_BLOCK, BAD_MEMORY) or holds other memory for the device. The memory is not this worker's then.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self._session.lost is None:
+            return
+        if self._session.revoked or not self._mapped.memories:
+            raise lost(self._session.lost)
+        self._session.drop()
+        why: TailpackError = Unavailable(self._session.lost)
+        while True:
+            session = self._link.session_with_memory()
+            try:
+                session.attach(None, self._mapped.fds)
+            except (Unavailable, DeadlineExceeded) as not_yet:
+                why = not_yet
+            except PreconditionFailed as refused:
+                if refused.reason != "DEVICE_BUSY":
+                    raise lost(str(refused)) from refused
+                why = refused
+            except TailpackError as refused:
+                raise lost(str(refused)) from refused
+            else:
+                self._repeated = set(self.control.live_slots())
+                self._take(session)
+                return
+            if time.monotonic() + REATTACH_EVERY_S > deadline:
+                raise lost(f"no other one came within {timeout_s:g} s: {why}")
+            time.sleep(REATTACH_EVERY_S)
+
+    @property
+    def revoked(self) -> bool:
+        """Whether the store ended the attachment for good: ``reattach`` would be refused."""
+        return self._session.revoked
 
     @property
     def lost(self) -> str | None:
@@ -308,10 +362,14 @@ class Attachment:
         self._session.demand_alive()
         # The control block says what a slot has, so only steps that cross a page border cost a call.
         short = [w for w in wanted if not self.control.is_live(w[0]) or self.due(*w)]
-        if not short:
-            return {}
-        request = kvstore_pb2.ReserveRequest(epoch=self.epoch, sequences=_slot_tokens(short))
-        return messages.reserve_from(self._session.call(self._session.stub.Reserve, request))
+        handed: dict[int, dict[str, list[NewPage]]] = {}
+        for repeat in (False, True):
+            sequences = _slot_tokens([w for w in short if (w[0] in self._repeated) == repeat])
+            if sequences:
+                request = kvstore_pb2.ReserveRequest(epoch=self.epoch, sequences=sequences, repeat=repeat)
+                handed |= messages.reserve_from(self._session.call(self._session.stub.Reserve, request))
+        self._repeated.difference_update(slot for slot, *_ in short)
+        return handed
 
     def seal(
         self,
@@ -397,7 +455,7 @@ class Attachment:
     def watch(self, *, incarnation: str = "", cursor: int = 0) -> Iterator[kvstore_pb2.WatchResponse]:
         """See ``kvstore.client.watch``; of this attachment's device."""
         request = kvstore_pb2.WatchRequest(device=self._session.device, incarnation=incarnation, cursor=cursor)
-        stream = self._session.call(self._session.stub.Watch, request, timeout_s=None)
+        stream = self._session.call(self._session.stub.Watch, request, bounded=False)
         try:
             yield from stream
         finally:
@@ -414,12 +472,12 @@ class Attachment:
         time.
         """
         self._session.close()
-        for arena in (*self.arenas.values(), *self.tails.values()):
-            arena.close()
+        self._mapped.close()
 
     def abandon(self) -> None:
         """Ends the attachment without saying that the memory is left alone: a thread of this process may still write to
-        it. The store gives the device to nobody until the process is gone. ``close`` afterwards is harmless.
+        it. The store ends this process, and gives the device to nobody until it is gone. ``close`` afterwards is
+        harmless.
         """
         self._session.abandon()
 
@@ -432,224 +490,8 @@ class Attachment:
         self.close()
 
 
-class _Session:
-    """The Attach stream with its reader thread, and the channel of the calls."""
-
-    def __init__(
-        self,
-        socket: Path,
-        asked: kvstore_pb2.AttachOpen,
-        timeout_s: float,
-        on_lost: Callable[[str], None] | None,
-    ) -> None:
-        self.lost: str | None = None
-        self.device = asked.device
-        self.attached = kvstore_pb2.Attached()  # what the store answered; filled by ``attach``
-        self._socket = socket
-        self._timeout_s = timeout_s
-        self._on_lost = on_lost
-        self._lock = threading.Lock()
-        self._channel = rpc.sync_channel(f"unix:{socket}")
-        self.stub = kvstore_pb2_grpc.KvStoreStub(self._channel)
-        self._outgoing: queue.SimpleQueue[kvstore_pb2.AttachRequest | None] = queue.SimpleQueue()
-        self._outgoing.put(kvstore_pb2.AttachRequest(open=asked))
-        self._stream: Any = self.stub.Attach(iter(self._outgoing.get, None))
-        self._answers: queue.SimpleQueue[kvstore_pb2.Attached | kvstore_pb2.CreateMemory | TailpackError]
-        self._answers = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name="kvstore-attachment", daemon=True)
-        self._reader.start()
-
-    def attach(self, device_memory: DeviceMemory | None) -> None:
-        """Waits until the store has attached us, and makes a GPU's memory where it asks for that.
-
-        Raises what the store answered, or what kept the memory from being made; the session is over then.
-        """
-        try:
-            self.attached = self._attached(device_memory)
-        except BaseException:
-            self._end("never attached", tell=False)
-            self._stream.cancel()
-            self._channel.close()
-            raise
-
-    def _attached(self, device_memory: DeviceMemory | None) -> kvstore_pb2.Attached:
-        answer = self._answer()
-        if isinstance(answer, kvstore_pb2.CreateMemory):
-            if device_memory is None:
-                raise ConfigError(f"the store asks for device memory of {self.device}", given="none is at hand")
-            fds = device_memory.create([size for arena in answer.arenas for size in arena.chunk_bytes])
-            try:
-                deliver(Path(answer.fd_socket), answer.fd_ticket, fds, timeout_s=self._timeout_s)
-            except (PermissionDenied, Unavailable) as failure:
-                raise self._verdict(failure) from failure
-            finally:
-                close_all(fds)
-            answer = self._answer()
-        assert isinstance(answer, kvstore_pb2.Attached)
-        return answer
-
-    def _verdict(self, failure: TailpackError) -> TailpackError:
-        """Why a delivery failed: what the stream says, where it ends too (the store died, or waits no longer)."""
-        try:
-            answer = self._answers.get(timeout=VERDICT_TIMEOUT_S)
-        except queue.Empty:
-            return failure
-        return _not_there(self._socket, answer) if isinstance(answer, TailpackError) else failure
-
-    def _answer(self) -> kvstore_pb2.Attached | kvstore_pb2.CreateMemory:
-        try:
-            answer = self._answers.get(timeout=self._timeout_s)
-        except queue.Empty:
-            answer = DeadlineExceeded("the kvstore did not answer the attach in time", given=f"{self._timeout_s:.1f} s")
-        if isinstance(answer, TailpackError):
-            raise _not_there(self._socket, answer)
-        return answer
-
-    def demand_alive(self) -> None:
-        """Raises KvStoreLost when the attachment is over."""
-        if self.lost is not None:
-            raise _lost(self.lost)
-
-    def call(self, method: Any, request: Any, *, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
-        """One unary call. Raises KvStoreLost when the attachment is over or the store does not answer."""
-        self.demand_alive()
-        try:
-            return method(request, timeout=timeout_s)
-        except ValueError as failure:  # the channel was closed by another thread
-            raise _lost(self.lost or str(failure)) from failure
-        except grpc.RpcError as failure:
-            error = rpc.error_from(failure)
-            if isinstance(error, DeadlineExceeded):
-                # Whether the store did what it was asked is unknown: nothing can be built on this attachment.
-                self._end(f"the store did not answer within {CALL_TIMEOUT_S} s", tell=True)
-            elif isinstance(error, RequestCancelled) or error.reason == "STALE_EPOCH":
-                # How a store that stops answers a call in flight; the reader may not have read `revoked` yet.
-                self._end(f"the store ended the attachment: {error.message}", tell=True)
-            elif not isinstance(error, Unavailable) and self.lost is None:
-                raise error from failure
-            raise _lost(self.lost or str(error)) from failure
-
-    def abandon(self) -> None:
-        """Ends the stream without a goodbye; nor is that of a later ``close`` sent any more."""
-        self._end("the attachment was abandoned", tell=False)
-
-    def close(self) -> None:
-        """Says that the memory is left alone, waits for the store to end the stream, closes the channel."""
-        self._outgoing.put(kvstore_pb2.AttachRequest(detach=kvstore_pb2.Detach()))
-        self._end("the attachment was closed", tell=False)
-        if threading.current_thread() is not self._reader:  # on_lost may close
-            self._reader.join(CLOSE_TIMEOUT_S)
-        self._channel.close()
-
-    def _read(self) -> None:
-        why, attached = "the store ended the attachment", False
-        try:
-            for message in self._stream:
-                kind = message.WhichOneof("message")
-                if kind == "attached":
-                    attached = True
-                    self._answers.put(message.attached)
-                elif kind == "create":
-                    self._answers.put(message.create)
-                elif kind == "revoked":
-                    why = message.revoked.why
-        except grpc.RpcError as failure:
-            error = rpc.error_from(failure)
-            self._answers.put(error)
-            why = f"connection to the store lost: {error.message}"
-        else:
-            self._answers.put(Unavailable(why))
-        self._end(why, tell=attached)  # a refusal is the caller's answer: nothing was lost
-
-    def _end(self, why: str, *, tell: bool) -> None:
-        """Marks the attachment as over; the first caller decides why, and whether on_lost hears of it."""
-        with self._lock:
-            if self.lost is not None:
-                return
-            self.lost = why
-        self._outgoing.put(None)  # half-closes the stream and ends gRPC's sender thread
-        if tell and self._on_lost:
-            self._on_lost(why)
-
-
-def _map(
-    attached: kvstore_pb2.Attached, geometry: CacheGeometry, device: str, timeout_s: float
-) -> tuple[dict[str, Arena], dict[str, Arena], ControlBlock]:
-    """Fetches page arenas, tail arenas and the control block, and maps those in host memory. Their descriptors are
-    closed again (mappings hold their own); those of device memory are the arenas' from here on.
-    """
-    manifest, fds = fetch(Path(attached.fd_socket), attached.fd_ticket, timeout_s=timeout_s)
-    arenas: dict[str, Arena] = {}
-    tails: dict[str, Arena] = {}
-    control: ControlBlock | None = None
-    with ExitStack() as on_error:
-        rest = iter(fds)
-        memories = [
-            Memory(tuple(islice(rest, num_descriptors(entry))), entry.num_bytes, tuple(entry.chunk_bytes))
-            for entry in manifest.entries
-        ]
-        for memory in memories:
-            on_error.callback(memory.close)
-        for entry, memory in zip(manifest.entries, memories, strict=True):
-            if memory.readable and os.fstat(memory.fd).st_size != entry.num_bytes:
-                size = os.fstat(memory.fd).st_size
-                raise _mismatch(f"{size} bytes behind {entry.kind} {entry.group}", f"{entry.num_bytes}")
-            if entry.kind == "control":
-                control = ControlBlock(memory.map())
-                continue
-            group = geometry.group(entry.group)
-            expected = group.page_bytes if entry.kind == "arena" else geometry.tail_slot_bytes(group)
-            if entry.page_bytes != expected or entry.num_pages * expected != entry.num_bytes:
-                raise _mismatch(f"{entry.page_bytes} bytes a page in {entry.kind} {entry.group}", f"{expected}")
-            # Populated: the first step that reaches a page must not pay for its fault.
-            mapped = memory.map(populate=True) if memory.readable else memory
-            by_group = arenas if entry.kind == "arena" else tails
-            by_group[entry.group] = Arena(entry.group, entry.num_pages, expected, mapped, device)
-        paged = {group.name for group in geometry.groups if group.has_pages}
-        tailed = {group.name for group in geometry.groups if group.has_tail}
-        if control is None or set(arenas) != paged or set(tails) != tailed:
-            raise _mismatch(
-                f"arenas {sorted(arenas)}, tails {sorted(tails)}, control block {control is not None}",
-                geometry.summary(),
-            )
-        if control.geometry_digest != geometry.digest():
-            raise _mismatch(f"{control.geometry_digest.hex()} in the control block", geometry.summary())
-        on_error.pop_all()
-    for memory in memories:
-        if memory.readable:
-            memory.close()
-    return arenas, tails, control
-
-
 def _slot_tokens(wanted: Sequence[tuple[int, int, int]]) -> list[kvstore_pb2.SlotTokens]:
     return [
         kvstore_pb2.SlotTokens(slot=slot, num_tokens=num_tokens, step_tokens=step_tokens)
         for slot, num_tokens, step_tokens in wanted
     ]
-
-
-def _mismatch(store: str, worker: str) -> PreconditionFailed:
-    return PreconditionFailed(
-        "the store's memory does not fit this geometry",
-        reason="GEOMETRY_MISMATCH",
-        given=f"{store} (store)",
-        allowed=f"{worker} (worker)",
-        hint="run worker and store of the same version",
-    )
-
-
-def _lost(why: str) -> KvStoreLost:
-    return KvStoreLost(f"no kvstore: {why}", hint="attach again; sequences are computed again from their token logs")
-
-
-def _not_there(socket: Path, error: TailpackError) -> TailpackError:
-    """Plain gRPC unavailability, named; other errors as they are."""
-    if not isinstance(error, Unavailable) or error.reason != Unavailable.default_reason:
-        return error
-    return Unavailable(
-        "no kvstore answers on this socket",
-        reason="KVSTORE_NOT_THERE",
-        given=socket,
-        allowed="the socket of a running store",
-        hint="start one with `tailpack kvstore serve`",
-    )

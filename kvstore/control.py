@@ -1,150 +1,66 @@
 """The control block: shared memory beside a device's arenas, from which sequences can be rebuilt after a crash.
 
-One memfd of fixed layout, little-endian, mapped by the store and the worker:
+One memfd of fixed layout, little-endian, mapped by the store and the worker (entry types in ``control_layout``):
 
     header                                 4096 bytes                       store, before the worker maps it
     group entries [num_groups]             128 bytes each                   store, before
     page entries [group][page]             64 bytes each                    store
     slot entries [max_sequences]           SLOT_DTYPE                       store (words marked W: worker)
-    sequence groups [slot][group]          32 bytes each                    store
+    sequence groups [slot][group]          128 bytes each                   store
     page ids [slot][group][max_pages]      u32, NO_PAGE_ID where none       store
     token log [slot][max_sequence_tokens]  u32                              store (the prompt, at Open), then worker
+    journal                                see ``journal``                  store
 
-Sections start at multiples of 4096. The two words that the worker writes, ``logged`` and ``committed``, stand on a
-cache line of their own; the store sets them at Open (prompt length, 0), at Truncate (it lowers them, while the worker
-waits for the answer) and at Release. Word writes are aligned 8-byte stores.
+Sections start at multiples of 4096. The words that the worker writes, ``logged``, ``committed``, ``packed`` and
+``filling``, stand on a cache line of their own; the store sets them at Open (prompt length, 0, 0, 0), at Truncate (it
+lowers them, while the worker waits for the answer) and at Release. Word writes are aligned 8-byte stores.
 
 Order of writes, so that what a reader finds after a crash is never ahead of the rows:
-  worker: rows, token log, ``logged``; ``committed`` after the rows it covers. A token is logged before it is sent.
-  store, Open: everything else of the slot, then ``state``. Release: ``state`` first.
-  store, Truncate: ``committed``, ``logged``, then bases and pages. Reserve and Seal: page entries, page ids, then
-  ``num_pages`` and ``base`` of each group.
+  worker: rows, ``packed`` where reserved pages were written, token log, ``logged``; ``committed`` after the rows it
+  covers. A token is logged before it is sent. ``filling`` is set before ``committed`` where rows of the tail are to be
+  overwritten after it, and zeroed when that is done.
+  store: what one call changes goes through the journal, so it is there whole or not at all. Open fills the rest of a
+  free slot before.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.geometry import MAX_NAME_BYTES
+from kvstore.control_layout import (
+    EXACT,
+    GROUP_DTYPE,
+    HEADER_BYTES,
+    HEADER_DTYPE,
+    MAGIC,
+    NO_PAGE_ID,
+    PAGE_CHECKSUM_AT,
+    PAGE_DTYPE,
+    PAGE_GENERATION_AT,
+    PAGE_STATE_AT,
+    SEQUENCE_GROUP_DTYPE,
+    SLOT_DTYPE,
+    SLOT_FREE,
+    SLOT_LIVE,
+    VERSION,
+    ControlShape,
+)
+from kvstore.group_record import GroupRecord
+from kvstore.journal import Journal
 from protos.errors import InvalidRequest, PreconditionFailed
-from protos.page_hash import HASH_BYTES, PAGE_TOKENS
 
-MAGIC = b"TAILPKCB"
-VERSION = 3
-MAX_ID_BYTES = 256
-MAX_FROZEN_BYTES = 16 << 10
-SECTION_ALIGNMENT = 4096
-
-SLOT_FREE, SLOT_LIVE = 0, 1
-NO_PAGE_ID = (1 << 32) - 1
-EXACT = (1 << 64) - 1
-
-HEADER_DTYPE = np.dtype(
-    [
-        ("magic", "u1", 8),
-        ("version", "<u4"),
-        ("num_groups", "<u4"),
-        ("max_sequences", "<u4"),
-        ("max_sequence_tokens", "<u4"),
-        ("num_bytes", "<u8"),  # of the whole block
-        ("epoch", "<u8"),
-        ("geometry_digest", "u1", 16),
-        ("weights_digest", "u1", 64),
-        ("weights_digest_bytes", "<u4"),
-        ("device_bytes", "<u4"),
-        ("device", "u1", MAX_ID_BYTES),
-    ]
-)
-GROUP_DTYPE = np.dtype(
-    [
-        ("name", "u1", MAX_NAME_BYTES),
-        ("name_bytes", "<u4"),
-        ("num_pages", "<u4"),
-        ("page_bytes", "<u8"),
-        ("first_entry", "<u8"),  # index of its page 0 among the page entries
-        ("reserved", "u1", 40),
-    ]
-)
-PAGE_DTYPE = np.dtype(
-    [
-        ("hash", "u1", HASH_BYTES),
-        ("parent", "u1", HASH_BYTES),
-        ("generation", "<u8"),
-        ("checksum", "<u8"),  # checksum.page_checksum, or 0: not known
-        ("state", "<u4"),  # pages.PageState
-        ("refs", "<u4"),  # sequences that hold it
-        ("tier", "<u4"),  # 0: the arena
-        ("reserved", "<u4"),
-    ]
-)
-SLOT_DTYPE = np.dtype(
-    [
-        ("logged", "<u8"),  # W: tokens in the token log
-        ("committed", "<u8"),  # W: tokens whose rows are written
-        ("worker_reserved", "u1", 48),
-        ("state", "<u4"),  # SLOT_FREE, SLOT_LIVE
-        ("max_tokens", "<u4"),
-        ("epoch", "<u8"),  # of the attachment that opened it
-        ("inexact_from", "<u8"),  # first token computed after an inexact resume; EXACT: none
-        ("request_id_bytes", "<u4"),
-        ("salt_bytes", "<u4"),
-        ("frozen_bytes", "<u4"),
-        ("store_reserved", "u1", 28),
-        ("request_id", "u1", MAX_ID_BYTES),
-        ("salt", "u1", MAX_ID_BYTES),
-        ("frozen", "u1", MAX_FROZEN_BYTES),
-    ]
-)
-SEQUENCE_GROUP_DTYPE = np.dtype(
-    [
-        ("base", "<u8"),  # first token that is not in a sealed page
-        ("num_pages", "<u4"),  # page ids that are set
-        ("first_page", "<u4"),  # index of the first page that is still held
-        ("tail_slot", "<i4"),  # -1: the group has no tail
-        ("reserved", "u1", 12),
-    ]
-)
-_HEADER_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class ControlShape:
-    """What decides the size of the block: pages per group (in geometry order), slots, the longest sequence."""
-
-    num_pages: tuple[int, ...]
-    max_sequences: int
-    max_sequence_tokens: int
-
-    @property
-    def max_pages(self) -> int:
-        """Page ids of one sequence in one group."""
-        return -(-self.max_sequence_tokens // PAGE_TOKENS)
-
-    def sections(self) -> dict[str, tuple[int, int]]:
-        """name -> (offset, bytes)."""
-        sizes = {
-            "groups": len(self.num_pages) * GROUP_DTYPE.itemsize,
-            "pages": sum(self.num_pages) * PAGE_DTYPE.itemsize,
-            "slots": self.max_sequences * SLOT_DTYPE.itemsize,
-            "sequence_groups": self.max_sequences * len(self.num_pages) * SEQUENCE_GROUP_DTYPE.itemsize,
-            "page_ids": self.max_sequences * len(self.num_pages) * self.max_pages * 4,
-            "token_log": self.max_sequences * self.max_sequence_tokens * 4,
-        }
-        sections, offset = {}, _HEADER_BYTES
-        for name, size in sizes.items():
-            sections[name] = (offset, size)
-            offset += -(-size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
-        return sections
-
-    @property
-    def num_bytes(self) -> int:
-        offset, size = self.sections()["token_log"]
-        return offset + -(-size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+_WORD = struct.Struct("<Q")
+_HALF = struct.Struct("<I")
+_PAGE_STATE = struct.Struct("<4I")
+_SLOT_AT = {name: field[1] for name, field in (SLOT_DTYPE.fields or {}).items()}
+_SLOT_BYTES = {name: field[0].itemsize for name, field in (SLOT_DTYPE.fields or {}).items()}
 
 
 class ControlBlock:
@@ -159,18 +75,19 @@ class ControlBlock:
     def __init__(self, memory: mmap.mmap | memoryview) -> None:
         # An array over all of the memory first: numpy would otherwise report a short block as a TypeError of its own.
         raw = np.frombuffer(memory, dtype=np.uint8)
-        if raw.size < _HEADER_BYTES:
-            raise _bad("it is shorter than its header", raw.size, f"at least {_HEADER_BYTES} bytes")
+        self._bytes = memoryview(memory).cast("B")
+        if raw.size < HEADER_BYTES:
+            raise bad_block("it is shorter than its header", raw.size, f"at least {HEADER_BYTES} bytes")
         self._header = raw[: HEADER_DTYPE.itemsize].view(HEADER_DTYPE)
         header = self._header[0]
         if header["magic"].tobytes() != MAGIC:
-            raise _bad("its magic is wrong", header["magic"].tobytes().hex(), MAGIC.hex())
+            raise bad_block("its magic is wrong", header["magic"].tobytes().hex(), MAGIC.hex())
         if header["version"] != VERSION:
-            raise _bad("its version is another", int(header["version"]), VERSION)
+            raise bad_block("its version is another", int(header["version"]), VERSION)
         num_groups = int(header["num_groups"])
-        if _HEADER_BYTES + num_groups * GROUP_DTYPE.itemsize > raw.size:
-            raise _bad("it is shorter than its groups", raw.size, num_groups)
-        self._groups = raw[_HEADER_BYTES : _HEADER_BYTES + num_groups * GROUP_DTYPE.itemsize].view(GROUP_DTYPE)
+        if HEADER_BYTES + num_groups * GROUP_DTYPE.itemsize > raw.size:
+            raise bad_block("it is shorter than its groups", raw.size, num_groups)
+        self._groups = raw[HEADER_BYTES : HEADER_BYTES + num_groups * GROUP_DTYPE.itemsize].view(GROUP_DTYPE)
         self.shape = ControlShape(
             tuple(int(n) for n in self._groups["num_pages"]),
             int(header["max_sequences"]),
@@ -178,15 +95,18 @@ class ControlBlock:
         )
         self.num_bytes = self.shape.num_bytes
         if not self.num_bytes == int(header["num_bytes"]) <= raw.size:
-            raise _bad("its size differs from its header", raw.size, self.num_bytes)
+            raise bad_block("its size differs from its header", raw.size, self.num_bytes)
         self.group_names = tuple(
             bytes(entry["name"][: int(entry["name_bytes"])]).decode("ascii", "replace") for entry in self._groups
         )
         self._group_index = {name: index for index, name in enumerate(self.group_names)}
+        self._sections = self.shape.sections()
+        self._first_entry = dict(zip(self.group_names, accumulate(self.shape.num_pages, initial=0), strict=False))
+        self.journal = Journal(self._bytes, *self._sections["journal"])
         self._map_sections(raw)
 
     def _map_sections(self, raw: npt.NDArray[np.uint8]) -> None:
-        parts = {name: raw[at : at + size] for name, (at, size) in self.shape.sections().items()}
+        parts = {name: raw[at : at + size] for name, (at, size) in self._sections.items()}
         slots, groups, max_pages = self.shape.max_sequences, len(self.group_names), self.shape.max_pages
         all_pages = parts["pages"].view(PAGE_DTYPE)
         self.pages: dict[str, npt.NDArray[np.void]] = {}
@@ -203,6 +123,8 @@ class ControlBlock:
         self._num_pages = self.sequence_groups["num_pages"]
         self._bases = self.sequence_groups["base"]
         self._committed = self.slots["committed"]
+        self._packed = self.slots["packed"]
+        self._filling = self.slots["filling"]
 
     @classmethod
     def format(
@@ -219,7 +141,7 @@ class ControlBlock:
         bytes.
         """
         raw = np.frombuffer(memory, dtype=np.uint8)
-        entries = raw[_HEADER_BYTES : _HEADER_BYTES + len(groups) * GROUP_DTYPE.itemsize].view(GROUP_DTYPE)
+        entries = raw[HEADER_BYTES : HEADER_BYTES + len(groups) * GROUP_DTYPE.itemsize].view(GROUP_DTYPE)
         first = 0
         for entry, (name, page_bytes), num_pages in zip(entries, groups.items(), shape.num_pages, strict=True):
             entry["name_bytes"] = _put(entry["name"], name.encode())
@@ -251,7 +173,12 @@ class ControlBlock:
 
     @property
     def device(self) -> str:
-        return bytes(self._header["device"][0][: int(self._header["device_bytes"][0])]).decode()
+        text = bytes(self._header["device"][0][: int(self._header["device_bytes"][0])])
+        return text.decode("utf-8", "replace")
+
+    @property
+    def weights_digest(self) -> bytes:
+        return bytes(self._header["weights_digest"][0][: int(self._header["weights_digest_bytes"][0])])
 
     # --- the worker's words ---
 
@@ -288,6 +215,19 @@ class ControlBlock:
             )
         self._committed[slot] = num_tokens
 
+    def mark_packed(self, slot: int, num_tokens: int) -> None:
+        """Declares that the pages reserved for tokens [0, num_tokens) are written, in every packed group. After they
+        are, and before ``commit``: prefill rows that go to pages are nowhere else.
+        """
+        self._packed[slot] = num_tokens
+
+    def mark_filling(self, slot: int, num_tokens: int) -> None:
+        """Set before the ``commit`` of ``num_tokens`` tokens of which some rows go into the tail only after it, because
+        they overwrite rows that the committed length before needed; 0 once they are there. A worker that dies between
+        commit and that leaves a void tail.
+        """
+        self._filling[slot] = num_tokens
+
     # --- reading ---
 
     def logged(self, slot: int) -> int:
@@ -297,6 +237,14 @@ class ControlBlock:
     def committed(self, slot: int) -> int:
         """Tokens whose rows are written."""
         return int(self._committed[slot])
+
+    def packed(self, slot: int) -> int:
+        """See ``mark_packed``."""
+        return int(self._packed[slot])
+
+    def is_filling(self, slot: int) -> bool:
+        """Whether the committed length is one whose tail was not filled yet: see ``mark_filling``."""
+        return 0 < int(self._filling[slot]) <= int(self._committed[slot])
 
     def is_live(self, slot: int) -> bool:
         return 0 <= slot < self.shape.max_sequences and int(self._state[slot]) == SLOT_LIVE
@@ -331,6 +279,14 @@ class ControlBlock:
     def salt(self, slot: int) -> str:
         return self._text(slot, "salt").decode()
 
+    def num_prompt_tokens(self, slot: int) -> int:
+        """As opened."""
+        return int(self.slots["num_prompt_tokens"][slot])
+
+    def num_cached(self, slot: int) -> int:
+        """Tokens that a prefix match gave."""
+        return int(self.slots["num_cached"][slot])
+
     def frozen_request(self, slot: int) -> bytes:
         return self._text(slot, "frozen")
 
@@ -344,6 +300,12 @@ class ControlBlock:
 
     # --- the store's writes ---
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What the store writes inside is there whole or not at all, also when the process is killed."""
+        with self.journal.together():
+            yield
+
     def open_slot(
         self,
         slot: int,
@@ -354,43 +316,106 @@ class ControlBlock:
         frozen: bytes,
         max_tokens: int,
         prompt: Sequence[int],
+        num_prompt_tokens: int | None = None,
+        num_cached: int = 0,
     ) -> None:
-        """Fills a free slot and makes it live. Lengths were checked by ``check_fits``."""
+        """Fills a free slot and makes it live. Lengths were checked by ``check_fits``.
+
+        ``prompt``: tokens that are logged from the start, of which the first ``num_prompt_tokens`` are the prompt
+        (None: all).
+        """
         entry = self.slots[slot]
         entry["epoch"], entry["max_tokens"], entry["inexact_from"] = epoch, max_tokens, EXACT
+        entry["num_prompt_tokens"] = len(prompt) if num_prompt_tokens is None else num_prompt_tokens
+        entry["num_cached"], entry["copies_asked"] = num_cached, 0
         self.sequence_groups[slot] = 0
+        self.page_ids[slot] = NO_PAGE_ID
         for name, value in (("request_id", request_id), ("salt", salt), ("frozen", frozen)):
             entry[f"{name}_bytes"] = _put(entry[name], value)
-        self._committed[slot] = 0
+        self._committed[slot] = self._packed[slot] = self._filling[slot] = 0
         self._token_log[slot, : len(prompt)] = np.fromiter(prompt, dtype=np.uint32, count=len(prompt))
         self._logged[slot] = len(prompt)
-        entry["state"] = SLOT_LIVE
+        self._write_word(slot, "state", SLOT_LIVE)
 
     def close_slot(self, slot: int) -> None:
-        entry = self.slots[slot]
-        entry["state"] = SLOT_FREE
-        self.sequence_groups[slot] = 0
-        self._committed[slot] = 0
-        self._logged[slot] = 0
+        self._write_word(slot, "state", SLOT_FREE)
+        for name in ("logged", "committed", "packed", "filling"):
+            self._write_word(slot, name, 0)
+        for group in self.group_names:
+            self.journal.write(self._group_at(slot, group), bytes(SEQUENCE_GROUP_DTYPE.itemsize))
+
+    def adopt_slot(self, slot: int, epoch: int) -> None:
+        """The sequence is another attachment's from here on; what the one before had begun is over."""
+        self._write_word(slot, "epoch", epoch)
+        self.forget_packed(slot)
+
+    def forget_packed(self, slot: int) -> None:
+        """Pages are about to be handed out that are not written."""
+        self._write_word(slot, "packed", 0)
 
     def cut(self, slot: int, num_tokens: int, num_committed: int | None = None) -> None:
-        """Lowers the logged length to at most num_tokens, the committed one to at most num_committed (or as many)."""
-        self._committed[slot] = min(self.committed(slot), num_tokens if num_committed is None else num_committed)
-        self._logged[slot] = min(self.logged(slot), num_tokens)
+        """Lowers the logged length to at most num_tokens, the committed one to at most num_committed (or as many). No
+        reserved page counts as written any more.
+        """
+        kept = min(self.committed(slot), num_tokens if num_committed is None else num_committed)
+        self._write_word(slot, "committed", kept)
+        self._write_word(slot, "logged", min(self.logged(slot), num_tokens))
+        self.forget_packed(slot)
+        self._write_word(slot, "filling", 0)
 
-    def write_group(
-        self, slot: int, group: str, *, base: int, pages: Sequence[int], first_page: int = 0, tail_slot: int = -1
-    ) -> None:
-        """Sets what a sequence holds in one group: page ids (-1: none there), then their number and the base."""
+    def write_group(self, slot: int, group: str, record: GroupRecord) -> None:
+        """Sets what a sequence holds in one group; once in a call."""
+        ids = np.asarray(record.page_ids, dtype=np.int64)
+        ids = np.where(ids < 0, NO_PAGE_ID, ids).astype("<u4")
+        different = np.flatnonzero(self.page_ids[slot, self._group_index[group], : len(ids)] != ids)
+        row = self._sections["page_ids"][0]
+        row += (slot * len(self.group_names) + self._group_index[group]) * self.shape.max_pages * 4
+        for run in np.split(different, np.flatnonzero(np.diff(different) != 1) + 1):
+            if len(run):
+                self.journal.write(row + 4 * int(run[0]), ids[run[0] : run[-1] + 1].tobytes())
+        self.journal.write(self._group_at(slot, group), record.pack())
+
+    def group_record(self, slot: int, group: str) -> GroupRecord:
+        """What ``write_group`` wrote, or whatever stands there: no number is checked."""
         index = self._group_index[group]
-        ids = np.asarray(pages, dtype=np.int64)
-        self.page_ids[slot, index, : len(pages)] = np.where(ids < 0, NO_PAGE_ID, ids)
-        entry = self.sequence_groups[slot, index]
-        entry["first_page"], entry["tail_slot"] = first_page, tail_slot
-        entry["num_pages"], entry["base"] = len(pages), base
+        fields = self.sequence_groups[slot, index].tobytes()
+        return GroupRecord.unpack(fields, self.page_ids[slot, index].tolist())
 
     def write_inexact_from(self, slot: int, token: int | None) -> None:
-        self.slots["inexact_from"][slot] = EXACT if token is None else token
+        self._write_word(slot, "inexact_from", EXACT if token is None else token)
+
+    def write_copies_asked(self, slot: int, num_committed: int | None) -> None:
+        """Of a truncate to ``num_committed`` tokens: it asks for copies, and until the worker has made them it commits
+        no further. None: they are made.
+        """
+        self._write_word(slot, "copies_asked", 0 if num_committed is None else num_committed + 1)
+
+    def lacks_copies(self, slot: int) -> bool:
+        """Whether copies that a truncate asked for may not have been made."""
+        asked = int(self.slots["copies_asked"][slot])
+        return asked > 0 and self.committed(slot) < asked
+
+    def write_page_hash(self, group: str, page: int, page_hash: bytes, parent: bytes, checksum: int) -> None:
+        at = self._page_at(group, page)
+        self.journal.write(at, page_hash + parent)
+        self.journal.write(at + PAGE_CHECKSUM_AT, _WORD.pack(checksum))
+
+    def write_page(self, group: str, page: int, *, generation: int, state: int, refs: int, flags: int) -> None:
+        """``flags``: PAGE_INDEXED, PAGE_EXACT."""
+        at = self._page_at(group, page)
+        self.journal.write(at + PAGE_GENERATION_AT, _WORD.pack(generation))
+        self.journal.write(at + PAGE_STATE_AT, _PAGE_STATE.pack(state, refs, 0, flags))
+
+    def _write_word(self, slot: int, name: str, value: int) -> None:
+        at = self._sections["slots"][0] + slot * SLOT_DTYPE.itemsize + _SLOT_AT[name]
+        self.journal.write(at, (_WORD if _SLOT_BYTES[name] == _WORD.size else _HALF).pack(value))
+
+    def _group_at(self, slot: int, group: str) -> int:
+        place = slot * len(self.group_names) + self._group_index[group]
+        return self._sections["sequence_groups"][0] + place * SEQUENCE_GROUP_DTYPE.itemsize
+
+    def _page_at(self, group: str, page: int) -> int:
+        return self._sections["pages"][0] + (self._first_entry[group] + page) * PAGE_DTYPE.itemsize
 
 
 def check_fits(name: str, value: bytes, limit: int, hint: str | None = None) -> None:
@@ -411,7 +436,7 @@ def _put(field: npt.NDArray[np.uint8], value: bytes) -> int:
     return len(value)
 
 
-def _bad(what: str, given: object, allowed: object) -> PreconditionFailed:
+def bad_block(what: str, given: object, allowed: object) -> PreconditionFailed:
     return PreconditionFailed(
         f"this memory is no control block that we can read: {what}",
         reason="BAD_CONTROL_BLOCK",

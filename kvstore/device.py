@@ -22,17 +22,21 @@ from kvstore.arena import (
     pages_per_group,
     planned_arenas,
 )
-from kvstore.control import MAX_FROZEN_BYTES, MAX_ID_BYTES, ControlBlock, ControlShape, check_fits
+from kvstore.checksum import NO_CHECKSUM
+from kvstore.control import ControlBlock, check_fits
+from kvstore.control_layout import MAX_FROZEN_BYTES, MAX_ID_BYTES, ControlShape, page_flags
 from kvstore.device_stats import device_stats
 from kvstore.events import EventLog
 from kvstore.geometry import CacheGeometry
+from kvstore.group_record import record_of
 from kvstore.memory_limit import check_memory
 from kvstore.pages import PageState
 from kvstore.sequence_pages import SealedPage
 from kvstore.sequences import SequenceTable
 from kvstore.verify import Verifier
 from protos import kvstore_pb2
-from protos.errors import ConfigError, PreconditionFailed
+from protos.errors import ConfigError, InvalidRequest, PreconditionFailed
+from protos.page_hash import ROOT
 
 log = structlog.get_logger("kvstore.device")
 
@@ -180,6 +184,7 @@ class Device:
         )
         self.verifier = Verifier(self.table, self.control, arenas)
         self._has_sealed = False
+        self._copies_asked: set[int] = set()  # slots into which the last answer asked for copies, at a truncate
 
     @staticmethod
     def allocate(spec: DeviceSpec, fds: Sequence[int] = ()) -> Device:
@@ -228,7 +233,7 @@ class Device:
             check_fits("request_id", new.request_id.encode(), MAX_ID_BYTES)
             check_fits("tenant_salt", new.tenant_salt.encode(), MAX_ID_BYTES)
             _check_frozen(new.frozen_request)
-        self.table.confirm()
+        self._confirm()
         results: list[Admitted | Refused] = []
         for new in sequences:
             result = self.table.open(
@@ -240,26 +245,33 @@ class Device:
                 exact_only=new.exact_only,
             )
             if isinstance(result, Admitted):
-                self.control.open_slot(
-                    result.slot,
-                    epoch=self.control.epoch,
-                    request_id=new.request_id.encode(),
-                    salt=new.tenant_salt.encode(),
-                    frozen=new.frozen_request,
-                    max_tokens=new.max_tokens,
-                    prompt=new.prompt_token_ids,
-                )
-                self._mirror_sequence(result.slot)
+                with self.control.together():
+                    self.control.open_slot(
+                        result.slot,
+                        epoch=self.control.epoch,
+                        request_id=new.request_id.encode(),
+                        salt=new.tenant_salt.encode(),
+                        frozen=new.frozen_request,
+                        max_tokens=new.max_tokens,
+                        prompt=new.prompt_token_ids,
+                        num_cached=result.num_cached,
+                    )
+                    self._mirror_sequence(result.slot)
             results.append(result)
         return results
 
-    def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> dict[int, dict[str, list[NewPage]]]:
-        self.table.confirm()
-        handed = self.table.reserve(wanted)
-        for slot, groups in handed.items():
-            for name, pages in groups.items():
-                self._mirror_pages(name, [page.page_id for page in pages])
-            self._write_groups(slot)
+    def reserve(
+        self, wanted: Sequence[tuple[int, int, int]], *, repeat: bool = False
+    ) -> dict[int, dict[str, list[NewPage]]]:
+        """Hands out promised pages; with ``repeat`` those again that packed groups have reserved and not sealed."""
+        self._confirm()
+        handed = self.table.reserve(wanted, repeat=repeat)
+        with self.control.together():
+            for slot, groups in handed.items():
+                self.control.forget_packed(slot)
+                for name, pages in groups.items():
+                    self._mirror_pages(name, [page.page_id for page in pages])
+                self._write_groups(slot)
         return handed
 
     def seal(
@@ -273,27 +285,16 @@ class Device:
         """
         for slot, num_tokens, step_tokens in wanted:
             self.table.sequence(slot)
-            if num_tokens > self.control.committed(slot):
-                raise PreconditionFailed(
-                    f"slot {slot} has rows that are not committed",
-                    reason="NOT_COMMITTED",
-                    given=num_tokens,
-                    allowed=f"0 to {self.control.committed(slot)}",
-                )
+            self._demand_committed(slot, num_tokens)
             self.table.demand_reserved(slot, num_tokens, step_tokens)
-        self.table.confirm()
+        self._confirm()
         count = 0
-        for slot, num_tokens, step_tokens in wanted:
-            freed_before = self._held(slot)
-            sealed = self.table.seal(slot, num_tokens, step_tokens, partial(self.control.tokens, slot))
-            for page in sealed:
-                self._publish(page, (checksums or {}).get((page.group, page.page)))
-            count += len(sealed)
-            if sealed and not self._has_sealed:
-                self._log_first_seal()
-            for name, pages in freed_before.items():
-                self._mirror_pages(name, pages)
-            self._write_groups(slot)
+        with self.control.together():
+            for slot, num_tokens, step_tokens in wanted:
+                before = self._held(slot)
+                sealed = self.table.seal(slot, num_tokens, step_tokens, partial(self.control.tokens, slot))
+                self._mirror_sealed(slot, sealed, before, checksums or {})
+                count += len(sealed)
         sequences = {slot: self.table.sequence(slot) for slot, *_ in wanted}
         return SealResult(
             count,
@@ -302,45 +303,47 @@ class Device:
         )
 
     def truncate(self, slot: int, num_tokens: int) -> Truncated:
-        self.table.confirm()
+        self._confirm()
         before = self._held(slot)
-        length = self.control.logged(slot)
+        length = self._lengths(slot)[0]
         result = self.table.truncate(slot, num_tokens, length, partial(self.control.tokens, slot))
-        self.control.cut(slot, num_tokens, result.num_tokens)
-        self._mirror_sequence(slot, before)
+        kept = min(self.control.committed(slot), result.num_tokens)
+        with self.control.together():
+            self.control.cut(slot, num_tokens, kept)
+            if result.copies or result.tail_copies or result.refills:
+                self._copies_asked.add(slot)
+                self.control.write_copies_asked(slot, kept)
+            self._mirror_sequence(slot, before)
         return result
 
     def fork(self, slot: int, request_id: str, max_tokens: int, frozen_request: bytes) -> Forked | Refused:
         check_fits("request_id", request_id.encode(), MAX_ID_BYTES)
         _check_frozen(frozen_request)
         parent = self.table.sequence(slot)
-        self.table.confirm()
-        length = self.control.committed(slot)
+        self._confirm()
+        length = self._lengths(slot)[1]
         result = self.table.fork(slot, request_id, max_tokens, length)
         if isinstance(result, Forked):
-            self.control.open_slot(
-                result.slot,
-                epoch=self.control.epoch,
-                request_id=request_id.encode(),
-                salt=parent.salt.encode(),
-                frozen=frozen_request or self.control.frozen_request(slot),
-                max_tokens=max_tokens,
-                prompt=self.control.tokens(slot, 0, length),
-            )
-            self._mirror_sequence(result.slot)
+            with self.control.together():
+                self.control.open_slot(
+                    result.slot,
+                    epoch=self.control.epoch,
+                    request_id=request_id.encode(),
+                    salt=parent.salt.encode(),
+                    frozen=frozen_request or self.control.frozen_request(slot),
+                    max_tokens=max_tokens,
+                    prompt=self.control.tokens(slot, 0, length),
+                    num_prompt_tokens=self.control.num_prompt_tokens(slot),
+                    num_cached=self.control.num_cached(slot),
+                )
+                self._mirror_sequence(result.slot)
         return result
 
     def checkpoint(self, slot: int, num_tokens: int, kind: str) -> Checkpointed:
         """Raises what SequenceTable.checkpoint raises, and PreconditionFailed (NOT_COMMITTED)."""
         self.table.sequence(slot)
-        if num_tokens > self.control.committed(slot):
-            raise PreconditionFailed(
-                f"slot {slot} has rows that are not committed",
-                reason="NOT_COMMITTED",
-                given=num_tokens,
-                allowed=f"1 to {self.control.committed(slot)}",
-            )
-        self.table.confirm()
+        self._demand_committed(slot, num_tokens)
+        self._confirm()
         return self.table.checkpoint(slot, num_tokens, kind, partial(self.control.tokens, slot))
 
     def release(self, slots: Sequence[int]) -> int:
@@ -348,12 +351,13 @@ class Device:
         count = 0
         held = {slot: self._held(slot) for slot in dict.fromkeys(slots)}
         let_go = self.table.release(slots)
-        self.table.confirm()
-        for slot, groups in let_go.items():
-            self.control.close_slot(slot)
-            for name, pages in held[slot].items():
-                self._mirror_pages(name, pages)
-            count += sum(map(len, groups.values()))
+        self._confirm()
+        with self.control.together():
+            for slot, groups in let_go.items():
+                self.control.close_slot(slot)
+                for name, pages in held[slot].items():
+                    self._mirror_pages(name, pages)
+                count += sum(map(len, groups.values()))
         return count
 
     def release_all(self, *, goodbye: bool) -> tuple[int, int]:
@@ -385,6 +389,38 @@ class Device:
 
     # --- the control block ---
 
+    def _confirm(self) -> None:
+        """The worker has made the copies that the last answer asked for: it calls again, or said goodbye."""
+        self.table.confirm()
+        for slot in self._copies_asked:
+            self.control.write_copies_asked(slot, None)
+        self._copies_asked.clear()
+
+    def _lengths(self, slot: int) -> tuple[int, int]:
+        """(logged, committed) of a sequence, as the worker wrote them.
+
+        Raises InvalidRequest (BAD_LENGTHS) where that cannot be.
+        """
+        logged, committed = self.control.logged(slot), self.control.committed(slot)
+        if not committed <= logged <= self.spec.max_sequence_tokens:
+            raise InvalidRequest(
+                f"the lengths of slot {slot} in the control block cannot be",
+                reason="BAD_LENGTHS",
+                given=f"{logged} logged, {committed} committed",
+                allowed=f"committed <= logged <= {self.spec.max_sequence_tokens}",
+            )
+        return logged, committed
+
+    def _demand_committed(self, slot: int, num_tokens: int) -> None:
+        committed = self._lengths(slot)[1]
+        if num_tokens > committed:
+            raise PreconditionFailed(
+                f"slot {slot} has rows that are not committed",
+                reason="NOT_COMMITTED",
+                given=num_tokens,
+                allowed=f"0 to {committed}",
+            )
+
     def _log_first_seal(self) -> None:
         """Says once that the configured modes are at work, and what they cost."""
         self._has_sealed = True
@@ -410,40 +446,42 @@ class Device:
             self._mirror_pages(name, dict.fromkeys([*(before or {}).get(name, ()), *pages]))
         self._write_groups(slot)
 
+    def _mirror_sealed(
+        self,
+        slot: int,
+        sealed: Sequence[SealedPage],
+        before: Mapping[str, Sequence[int]],
+        checksums: Mapping[tuple[str, int], int],
+    ) -> None:
+        """Writes pages that became immutable, and those that the sequence held ``before``."""
+        touched = {name: list(pages) for name, pages in before.items()}
+        for page in sealed:
+            if not page.relinked:
+                checksum = checksums.get((page.group, page.page), NO_CHECKSUM)
+                self.control.write_page_hash(page.group, page.page, page.hash, page.parent, checksum)
+            touched[page.group] += [page.page, *([] if page.replaced is None else [page.replaced])]
+        for name, pages in touched.items():
+            self._mirror_pages(name, pages)
+        self._write_groups(slot)
+        if sealed and not self._has_sealed:
+            self._log_first_seal()
+
     def _write_groups(self, slot: int) -> None:
         sequence = self.table.sequence(slot)
         for name, state in sequence.groups.items():
-            self.control.write_group(
-                slot,
-                name,
-                base=state.base,
-                pages=state.pages,
-                first_page=state.first_page,
-                tail_slot=slot if state.group.has_tail else -1,
-            )
+            self.control.write_group(slot, name, record_of(state, slot))
         self.control.write_inexact_from(slot, sequence.inexact_from)
-
-    def _publish(self, page: SealedPage, checksum: int | None) -> None:
-        entry = self.control.pages[page.group][page.page : page.page + 1]
-        if not page.relinked:
-            entry["hash"] = list(page.hash)
-            entry["parent"] = list(page.parent)
-            entry["checksum"] = checksum or 0
-        self._mirror_pages(page.group, [page.page] if page.freed is None else [page.page, page.freed])
 
     def _mirror_pages(self, group: str, pages: Iterable[int]) -> None:
         """Writes the page entries as the table has them."""
-        table, entries = self.table.groups[group], self.control.pages[group]
-        for page in pages:
-            entry = entries[page : page + 1]
+        table, index = self.table.groups[group], self.table.index
+        for page in dict.fromkeys(pages):
             state = table.state(page)
-            entry["state"] = state
-            entry["refs"] = table.refs(page)
-            entry["generation"] = table.generation(page)
             if state in (PageState.FREE, PageState.OPEN):
-                entry["hash"] = 0
-                entry["parent"] = 0
-                entry["checksum"] = 0
+                self.control.write_page_hash(group, page, ROOT, ROOT, NO_CHECKSUM)
+            flags = page_flags(index.is_exact(group, page))
+            generation, refs = table.generation(page), table.refs(page)
+            self.control.write_page(group, page, generation=generation, state=state, refs=refs, flags=flags)
 
 
 def _check_frozen(frozen_request: bytes) -> None:

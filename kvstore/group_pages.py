@@ -117,6 +117,23 @@ class GroupPages:
             return max(self.base, num_tokens // PAGE_TOKENS * PAGE_TOKENS)
         return sealed_base(self.base, num_tokens, step_tokens, self.window, self.margin)
 
+    def written_base(self, num_committed: int, num_packed: int) -> int:
+        """The base that a worker which is gone had reached at ``num_committed`` tokens, with the pages that it had
+        reserved written for tokens below ``num_packed``. Rows of a tail that its base had left behind are nowhere else.
+        """
+        if self.group.mode == "dense":
+            return self.base
+        due = sealed_base(self.base, num_committed, 1, self.window, self.margin)
+        if not self.group.has_pages:
+            return due
+        index = self.num_sealed
+        while index < due // PAGE_TOKENS:
+            written = index in self.handed and (index + 1) * PAGE_TOKENS <= num_packed
+            if self.keeps(index) and not written:
+                break
+            index += 1
+        return index * PAGE_TOKENS
+
     def missing(self, num_tokens: int, step_tokens: int) -> list[int]:
         """Indices of pages to hand out for (num_tokens, step_tokens)."""
         if not self.group.has_pages:

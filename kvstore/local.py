@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from kvstore.answers import Admitted, Checkpointed, Forked, NewPage, Refused, SealResult, Truncated
+from kvstore.answers import Admitted, Adopted, Checkpointed, Forked, NewPage, Refused, SealResult, Truncated
 from kvstore.arena import Arena, StoreArena, bytes_for_pages
 from kvstore.client import OpenRequest
 from kvstore.device import Device, DeviceSpec, NewSequence
@@ -42,9 +42,15 @@ class LocalAttachment:
         self._end = weakref.finalize(self, self.device.close)
         self.device.control.epoch = self.epoch = 1
         self.geometry = geometry
+        self.adopted: tuple[Adopted, ...] = ()
+        self.is_away = False  # no store that could be
         self.control = self.device.control
         self.arenas = {name: _mapped(arena) for name, arena in self.device.arenas.pages.items()}
         self.tails = {name: _mapped(arena) for name, arena in self.device.arenas.tails.items()}
+        self.revoked = False
+
+    def look_after(self) -> None:
+        """There is no store that would need it."""
 
     def open(self, sequences: Sequence[OpenRequest]) -> list[Admitted | Refused]:
         return self.device.open(
@@ -79,6 +85,9 @@ class LocalAttachment:
 
     def release(self, slots: Sequence[int]) -> int:
         return self.device.release(slots)
+
+    def reattach(self, timeout_s: float) -> None:
+        """There is no store that could go away."""
 
     def verify(self) -> list[str]:
         return [*self.device.verifier.tables(), *self.device.verifier.checksums()[0]]

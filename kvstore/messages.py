@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.answers import (
     Admitted,
+    Adopted,
     Checkpointed,
     Forked,
     NewPage,
@@ -19,6 +20,7 @@ from kvstore.answers import (
     Truncated,
 )
 from kvstore.arena import ArenaPlan
+from kvstore.control import ControlBlock
 from protos import kvstore_pb2
 
 NO_TAIL = -1
@@ -115,6 +117,43 @@ def open_from(r: kvstore_pb2.OpenResult) -> Admitted | Refused:
         tail_copies=tail_copies_from(r.tail_copies),
         junction=r.junction,
         copies=page_copies_from(r.copies),
+    )
+
+
+def adopted_message(adopted: Adopted) -> kvstore_pb2.AdoptedSequence:
+    """Without what stands in the control block: token ids and the frozen request."""
+    return kvstore_pb2.AdoptedSequence(
+        slot=adopted.slot,
+        request_id=adopted.request_id,
+        tenant_salt=adopted.tenant_salt,
+        num_prompt_tokens=adopted.num_prompt_tokens,
+        num_logged=len(adopted.token_ids),
+        num_committed=adopted.num_committed,
+        max_tokens=adopted.max_tokens,
+        groups=_groups(adopted.pages, adopted.bases, adopted.tail_slots),
+        prefix_exact=adopted.prefix_exact,
+        num_cached=adopted.num_cached,
+        intact=adopted.intact,
+    )
+
+
+def adopted_from(message: kvstore_pb2.AdoptedSequence, control: ControlBlock) -> Adopted:
+    pages, bases, tail_slots = _groups_from(message.groups)
+    return Adopted(
+        slot=message.slot,
+        request_id=message.request_id,
+        tenant_salt=message.tenant_salt,
+        num_prompt_tokens=message.num_prompt_tokens,
+        token_ids=control.tokens(message.slot, 0, message.num_logged),
+        num_committed=message.num_committed,
+        max_tokens=message.max_tokens,
+        frozen_request=control.frozen_request(message.slot),
+        pages=pages,
+        bases=bases,
+        tail_slots=tail_slots,
+        prefix_exact=message.prefix_exact,
+        num_cached=message.num_cached,
+        intact=message.intact,
     )
 
 

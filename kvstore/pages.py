@@ -154,6 +154,16 @@ class PageTable:
             self.num_cached -= 1
             self._free_page(page)
 
+    def restore(self, pages: Sequence[tuple[PageState, int, int]]) -> None:
+        """Makes an unused table what another was: (state, refs, generation) of every page. Nothing is promised yet."""
+        if len(pages) != self.num_pages or self.num_free != self.num_pages:
+            raise self._bug("another number of pages is restored", given=len(pages), allowed=self.num_pages)
+        self._state = bytearray(state for state, _, _ in pages)
+        self._refs = [refs for _, refs, _ in pages]
+        self._generation = [generation for _, _, generation in pages]
+        self._free = [page for page in range(self.num_pages - 1, -1, -1) if self._state[page] == PageState.FREE]
+        _, self.num_open, self.num_sealed, self.num_cached = (self._state.count(state) for state in PageState)
+
     # --- checks ---
 
     def check(self) -> None:

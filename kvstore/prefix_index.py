@@ -40,11 +40,13 @@ class Leading:
 class Added:
     """``indexed``: the page is now what its hash stands for; else the group holds another page of that hash.
 
-    ``free``: an idle, inexact page that an exact one took the place of; the caller gives it back to the arena.
+    ``replaced``: an inexact page that an exact one took the place of. ``free``: the same where it was idle; the caller
+    gives it back to the arena.
     """
 
     indexed: bool
     free: int | None = None
+    replaced: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,11 @@ class PrefixIndex:
         """The hash that the page stands for; None when the index does not know the page."""
         cached = self._groups[group].cached.get(page)
         return cached.hash if cached else None
+
+    def is_exact(self, group: str, page: int) -> bool | None:
+        """Whether the page is not marked inexact; None when the index does not know the page."""
+        cached = self._groups[group].cached.get(page)
+        return cached.exact if cached else None
 
     def is_pinned(self, group: str, page: int) -> bool:
         cached = self._groups[group].cached.get(page)
@@ -262,13 +269,14 @@ class _Group:
             if pinned:
                 self.pin([page])
             return Added(True)
-        free = None
+        free = replaced = None
         holder = self.page_of.get(page_hash)
         if holder is not None:
             old = self.cached[holder]
             if old.exact or not exact:
                 return Added(False)
             self._forget(old)
+            replaced = holder
             free = None if old.pinned else holder
         elif self.events is not None:
             self.events.added(self.name, page_hash)
@@ -280,7 +288,7 @@ class _Group:
         self.children[parent] = self.children.get(parent, 0) + 1
         if not pinned:
             self._make_idle(cached)
-        return Added(True, free)
+        return Added(True, free, replaced)
 
     def pin(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.group_pages import GroupPages
+from kvstore.pages import PageState
 
 Tokens = Callable[[int, int], Sequence[int]]
 """tokens(first, last): the logged ids of [first, last) of a sequence."""
@@ -14,7 +15,7 @@ Tokens = Callable[[int, int], Sequence[int]]
 @dataclass(frozen=True)
 class SealedPage:
     """Page ``index`` of a sequence became immutable. ``relinked``: it was so before, and nothing was written.
-    ``freed``: an idle, inexact page of the same hash, which this one took the place of.
+    ``replaced``: an inexact page of the same hash, which this one took the place of in the index.
     """
 
     group: str
@@ -23,7 +24,19 @@ class SealedPage:
     hash: bytes
     parent: bytes
     relinked: bool
-    freed: int | None = None
+    replaced: int | None = None
+
+
+@dataclass(frozen=True)
+class KnownPage:
+    """A page as a store that is gone had it. ``exact`` None: the prefix index did not know it."""
+
+    state: PageState
+    refs: int
+    generation: int
+    hash: bytes
+    parent: bytes
+    exact: bool | None
 
 
 @dataclass

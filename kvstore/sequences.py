@@ -36,7 +36,8 @@ from kvstore.pages import PageState, PageTable
 from kvstore.prefix_index import PrefixIndex
 from kvstore.prefix_match import GroupMatch, Match, find_match
 from kvstore.rollback import Rollback, after_cut, demand_affordable, plan_rollback
-from kvstore.sequence_pages import SealedPage, SequencePages, Tokens
+from kvstore.sequence_pages import KnownPage, SealedPage, SequencePages, Tokens
+from kvstore.table_check import check_sequences
 from protos.errors import InternalError, InvalidRequest, NotFound, PreconditionFailed, TooLarge
 from protos.page_hash import PAGE_TOKENS, ROOT, page_hashes
 
@@ -256,8 +257,13 @@ class SequenceTable:
 
     # --- reserve and seal ---
 
-    def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> dict[int, dict[str, list[NewPage]]]:
+    def reserve(
+        self, wanted: Sequence[tuple[int, int, int]], *, repeat: bool = False
+    ) -> dict[int, dict[str, list[NewPage]]]:
         """Hands out promised pages for each (slot, num_tokens, step_tokens): see ``Attachment.reserve``.
+
+        Args:
+            repeat: hand out again what packed groups have reserved and not sealed.
 
         Returns:
             slot -> group -> new pages in token order. Slots that needed none are left out.
@@ -280,7 +286,8 @@ class SequenceTable:
         handed: dict[int, dict[str, list[NewPage]]] = {}
         for slot, num_tokens, step_tokens in wanted:
             for name, state in self._sequences[slot].groups.items():
-                new = [self._hand_out(name, state, index) for index in state.missing(num_tokens, step_tokens)]
+                known = list(state.handed.values()) if repeat else []
+                new = known + [self._hand_out(name, state, index) for index in state.missing(num_tokens, step_tokens)]
                 if new:
                     handed.setdefault(slot, {})[name] = new
         return handed
@@ -330,6 +337,32 @@ class SequenceTable:
         self.demand_reserved(slot, num_tokens, step_tokens)
         sequence = self.sequence(slot)
         bases = {name: state.sealed_base(num_tokens, step_tokens) for name, state in sequence.groups.items()}
+        return self._move_bases(sequence, bases, num_tokens, step_tokens, tokens)
+
+    def settle_reserved(self, slot: int, num_committed: int, num_packed: int, tokens: Tokens) -> list[SealedPage]:
+        """What a worker that is gone had reserved and not sealed: pages that it wrote are sealed, as far as it had
+        committed what is in them; the others go back to the sequence's promise.
+
+        Args:
+            num_packed: reserved pages of tokens below are written.
+        """
+        sequence = self.sequence(slot)
+        bases = {name: state.written_base(num_committed, num_packed) for name, state in sequence.groups.items()}
+        sealed = self._move_bases(sequence, bases, num_committed, 1, tokens)
+        for name, state in sequence.groups.items():
+            if not state.handed:
+                continue
+            dropped, shadows = unhanded(state)
+            in_place = [new.page_id for new in state.handed.values() if _is_in_place(new)]
+            self.groups[name].seal(in_place)
+            state.handed, state.shadows = {}, shadows
+            self._drop(name, dropped)
+            self._settle(name, state)
+        return sealed
+
+    def _move_bases(
+        self, sequence: SequencePages, bases: Mapping[str, int], num_tokens: int, step_tokens: int, tokens: Tokens
+    ) -> list[SealedPage]:
         self._extend_hashes(sequence, max(bases.values()) // PAGE_TOKENS, tokens)
         sealed: list[SealedPage] = []
         for name, state in sequence.groups.items():
@@ -353,7 +386,7 @@ class SequenceTable:
         table = self.groups[name]
         digest = sequence.hashes[index]
         parent = sequence.hashes[index - 1] if index else ROOT
-        relinked, freed, packed_twice = False, None, False
+        relinked, replaced, packed_twice = False, None, False
         if state.group.packed:
             new = state.handed.pop(index)
             page, relinked = new.page_id, isinstance(new.source, Relinked)
@@ -378,10 +411,10 @@ class SequenceTable:
             end = (index + 1) * PAGE_TOKENS
             exact = not packed_twice and (sequence.inexact_from is None or end <= sequence.inexact_from)
             added = self.index.add(name, digest, page, parent=parent, exact=exact)
-            freed = added.free
-            if freed is not None:
-                table.uncache([freed])
-        return SealedPage(name, index, page, digest, parent, relinked, freed)
+            replaced = added.replaced
+            if added.free is not None:
+                table.uncache([added.free])
+        return SealedPage(name, index, page, digest, parent, relinked, replaced)
 
     def _free_behind_window(self, name: str, state: GroupPages, num_tokens: int, step_tokens: int) -> None:
         behind = state.behind_window(num_tokens, step_tokens)
@@ -464,7 +497,7 @@ class SequenceTable:
                 continue
             table = self.groups[name]
             for new in old.handed.values():  # completed in place, and not published: sealed as it was
-                if isinstance(new.source, Split) and new.source.from_page == new.page_id:
+                if _is_in_place(new):
                     table.seal([new.page_id])
             self._drop(name, cut.dropped)
             for shadow in cut.shadows.values():
@@ -618,51 +651,46 @@ class SequenceTable:
             self.groups[name].unpromise(state.promised - target)
         state.promised = target
 
+    # --- after a store's death ---
+
+    def restore(self, sequences: Iterable[SequencePages], pages: Mapping[str, Sequence[KnownPage]]) -> None:
+        """Makes an empty table what another store's was. Promises follow from the sequences.
+
+        Args:
+            pages: all pages of each group.
+
+        Raises:
+            InternalError: they contradict each other; the table is of no use then.
+        """
+        for name, table in self.groups.items():
+            table.restore([(page.state, page.refs, page.generation) for page in pages[name]])
+            for number, page in enumerate(pages[name]):
+                if page.exact is not None:
+                    pinned = page.state == PageState.SEALED
+                    self.index.add(name, page.hash, number, parent=page.parent, exact=page.exact, pinned=pinned)
+        for sequence in sequences:
+            self._free_slots.remove(sequence.slot)
+            self._sequences[sequence.slot] = sequence
+            for name in self.groups:
+                self._settle(name, sequence.groups[name])
+        self.check()
+
     # --- checks ---
 
-    def hashes_of(self, slot: int, tokens: Callable[[int, int, int], Sequence[int]]) -> list[bytes]:
-        """The hashes that a sequence's chain must have, computed again; tokens(slot, first, last)."""
-        sequence = self.sequence(slot)
-        log = tokens(slot, 0, len(sequence.hashes) * PAGE_TOKENS)
-        return list(page_hashes(log, salt=sequence.salt, **self._digests))
+    def hashes(self, tokens: Sequence[int], salt: str) -> list[bytes]:
+        """The chain of the whole pages of these tokens."""
+        return self._chain(salt)(tokens)
 
     def check(self) -> None:
         """Raises InternalError when sequences, page tables, index and checkpoints do not agree."""
-        self.index.check()
-        self.checkpoints.check()
-        for name, table in self.groups.items():
-            table.check()
-            states = [sequence.groups[name] for sequence in self._sequences.values()]
-            refs = Counter(page for state in states for page in state.held())
-            for page in range(table.num_pages):
-                if refs[page] != table.refs(page):
-                    raise InternalError(
-                        f"group {name!r}: holders of page {page} differ", given=table.refs(page), allowed=refs[page]
-                    )
-                known, state = self.index.hash_of(name, page) is not None, table.state(page)
-                if known and self.index.is_pinned(name, page) != (state == PageState.SEALED):
-                    raise InternalError(f"group {name!r}: page {page} is {state.name}, but the index has it otherwise")
-                if state == PageState.CACHED and not known:
-                    raise InternalError(f"group {name!r}: page {page} is cached, and the index does not know it")
-            if sum(state.promised for state in states) != table.num_promised:
-                raise InternalError(f"group {name!r}: promises of sequences differ from those of the table")
-            for sequence_state in states:
-                self._check_state(sequence_state)
+        check_sequences(self.groups, self.index, self.checkpoints, list(self._sequences.values()))
         if sorted([*self._free_slots, *self._sequences]) != list(range(self.max_sequences)):
             raise InternalError("a slot is lost or both free and in use")
 
-    def _check_state(self, state: GroupPages) -> None:
-        name = state.group.name
-        if state.promised != state.still_promised():
-            raise InternalError(
-                f"group {name!r}: a promise is off", given=state.promised, allowed=state.still_promised()
-            )
-        if state.group.packed and len(state.pages) != state.num_sealed:
-            raise InternalError(
-                f"group {name!r}: pages differ from the base", given=len(state.pages), allowed=state.base
-            )
-        if any(index < state.num_sealed for index in (*state.shadows, *state.handed)):
-            raise InternalError(f"group {name!r}: a shadow lies below the base", given=sorted(state.shadows))
+
+def _is_in_place(new: NewPage) -> bool:
+    """Whether the page was sealed before and is completed where it is."""
+    return isinstance(new.source, Split) and new.source.from_page == new.page_id
 
 
 def _adopt(state: GroupPages, found: GroupMatch) -> None:

@@ -14,9 +14,12 @@ import numpy as np
 from kvstore.arena import Arenas
 from kvstore.checksum import NO_CHECKSUM, page_checksum
 from kvstore.control import ControlBlock
+from kvstore.control_layout import page_flags
+from kvstore.group_record import record_of
 from kvstore.pages import PageState
 from kvstore.sequences import SequenceTable
 from protos.errors import InternalError
+from protos.page_hash import PAGE_TOKENS
 
 
 class Verifier:
@@ -50,6 +53,9 @@ class Verifier:
                         given=int(entries[field][page]),
                         allowed=expected[page],
                     )
+            flags = [page_flags(self._table.index.is_exact(name, page)) for page in range(table.num_pages)]
+            if not np.array_equal(entries["flags"], np.asarray(flags, dtype=np.uint32)):
+                raise InternalError(f"group {name!r}: pages of the prefix index differ in the control block")
             for page in range(table.num_pages):
                 known = self._table.index.hash_of(name, page)
                 if known is not None and bytes(entries["hash"][page]) != known:
@@ -57,16 +63,20 @@ class Verifier:
         for slot in self._table.slots:
             sequence = self._table.sequence(slot)
             for name, state in sequence.groups.items():
-                if control.base(slot, name) != state.base or control.sequence_pages(slot, name) != state.pages:
-                    raise InternalError(f"slot {slot}, group {name!r}: base or pages differ in the control block")
-                if control.tail_slot(slot, name) != (slot if state.group.has_tail else None):
-                    raise InternalError(f"slot {slot}, group {name!r}: its tail slot differs in the control block")
+                written, held = control.group_record(slot, name), record_of(state, slot)
+                if written != held:
+                    raise InternalError(
+                        f"slot {slot}, group {name!r}: what it holds differs in the control block",
+                        given=written,
+                        allowed=held,
+                    )
                 if not state.rings.after(control.committed(slot)).hold(control.committed(slot)):
                     raise InternalError(
                         f"slot {slot}, group {name!r}: rows that wait for the rest of their block are gone",
                         given=f"{control.committed(slot)} tokens, rings written up to {state.rings.written}",
                     )
-            if self._table.hashes_of(slot, control.tokens) != sequence.hashes:
+            log = control.tokens(slot, 0, len(sequence.hashes) * PAGE_TOKENS)
+            if self._table.hashes(log, sequence.salt) != sequence.hashes:
                 problems.append(f"slot {slot}: page hashes differ from those of its token log")
         return problems
 

@@ -105,7 +105,8 @@ class StoreProcess:
 def worker_process(store: StoreProcess, code: str) -> Iterator[subprocess.Popen[str]]:
     """A process that runs ``code`` with ``store_socket`` and the names of this module defined; killed at the end."""
     prelude = (
-        "import sys; from pathlib import Path; from kvstore import client; from kvstore.client import OpenRequest\n"
+        "import sys; from pathlib import Path\n"
+        "from kvstore import client, mapping; from kvstore.client import OpenRequest\n"
         "from tests.scenarios.kvstore_process import GEOMETRY, PAGE_BYTES\n"
         f"store_socket = Path({str(store.socket)!r})\n"
         "def attach(pages=8, device='cpu:0'):\n"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore import client
 from kvstore.arena import CHUNK_BYTES, MAX_CHUNKS
 from kvstore.client import Admitted, Attachment, Forked, OpenRequest
 from kvstore.fd_server import deliver, fetch
@@ -245,7 +244,7 @@ def test_a_store_that_dies_in_the_delivery(store: StoreProcess, monkeypatch: pyt
         store.stop(signal.SIGKILL)
         raise PermissionDenied("what the end of the connection looks like", reason="TICKET_REFUSED")
 
-    monkeypatch.setattr(client, "deliver", dies)
+    monkeypatch.setattr("kvstore.session.deliver", dies)
     with pytest.raises(Unavailable) as caught:
         attach(store, Memory(FakeGpu()), timeout_s=5)
     assert caught.value.reason == "KVSTORE_NOT_THERE"
@@ -280,7 +279,7 @@ def test_a_worker_that_dies_after_the_delivery_leaves_the_memory_to_the_next(sto
     code = (
         WORKER + "def fetch(*args, **more):\n"
         "    say('delivered'); sys.stdin.readline()\n"
-        "client.fetch = fetch\n"
+        "mapping.fetch = fetch\n"
         "attach_gpu(Memory(FakeGpu()))\n"
     )
     with worker_process(store, code) as worker:
@@ -301,7 +300,7 @@ def test_what_is_delivered_must_be_what_is_asked_for(store: StoreProcess, monkey
         deliver(path, ticket, fds[1:], timeout_s=timeout_s)
 
     with monkeypatch.context() as patch:
-        patch.setattr(client, "deliver", one_less)
+        patch.setattr("kvstore.session.deliver", one_less)
         with pytest.raises(PermissionDenied) as caught:
             attach(store, Memory(FakeGpu()))
         assert caught.value.reason == "TICKET_REFUSED"
@@ -324,7 +323,7 @@ def test_tickets_are_good_once_and_for_one_thing(store: StoreProcess, monkeypatc
         refused(path, ticket, fds)
         used.append((path, ticket))
 
-    monkeypatch.setattr(client, "deliver", delivers)
+    monkeypatch.setattr("kvstore.session.deliver", delivers)
     with attach(store, Memory(FakeGpu())) as attachment:
         (path, ticket) = used[0]
         with pytest.raises(PermissionDenied):

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvstore import client
+from kvstore import client, session
 from kvstore.client import Admitted, OpenRequest
 from kvstore.fd_server import fetch
 from kvstore.geometry import LAYOUT_VERSION
@@ -214,7 +214,7 @@ def test_a_store_that_answers_with_other_sizes_is_refused_by_the_worker(
         manifest.entries[1].page_bytes //= 2
         return manifest, fds
 
-    monkeypatch.setattr(client, "fetch", smaller_pages)
+    monkeypatch.setattr("kvstore.mapping.fetch", smaller_pages)
     with pytest.raises(PreconditionFailed) as caught:
         store.attach()
     assert caught.value.reason == "GEOMETRY_MISMATCH"
@@ -323,13 +323,13 @@ def test_the_time_to_attach_covers_all_memory_that_the_store_touches(
     store: StoreProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[float] = []
-    real = client._Session
+    real = session.Session
 
     def watched(socket: Path, asked: kvstore_pb2.AttachOpen, timeout_s: float, on_lost: object) -> object:
         limits.append(timeout_s)
         return real(socket, asked, timeout_s, on_lost)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(client, "_Session", watched)
+    monkeypatch.setattr(client, "Session", watched)
     with store.attach(timeout_s=1.0, max_sequences=8, max_sequence_tokens=1 << 20) as attachment:
         num_bytes = attachment.control.num_bytes + sum(len(arena.buffer) for arena in attachment.arenas.values())
         assert attachment.control.num_bytes > 30 << 20

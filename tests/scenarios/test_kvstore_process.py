@@ -134,7 +134,7 @@ def test_on_lost_may_close_the_attachment() -> None:
 
 
 def test_a_store_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.client.CALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("kvstore.session.CALL_TIMEOUT_S", 0.5)
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     with StoreProcess() as store:
         attachment = store.attach(on_lost=told.put)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.client import Admitted, Attachment, OpenRequest, PageCopy, Refused
-from kvstore.control import MAX_FROZEN_BYTES
+from kvstore.control_layout import MAX_FROZEN_BYTES
 from kvstore.pages import PageState
 from protos import kvstore_pb2
 from protos.errors import InvalidRequest, NotFound, PreconditionFailed, TailpackError, TooLarge

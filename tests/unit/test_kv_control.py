@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.control import (
+from kvstore.control import ControlBlock, check_fits
+from kvstore.control_layout import (
     GROUP_DTYPE,
     HEADER_DTYPE,
     MAX_FROZEN_BYTES,
     PAGE_DTYPE,
     SEQUENCE_GROUP_DTYPE,
     SLOT_DTYPE,
-    ControlBlock,
     ControlShape,
-    check_fits,
 )
+from kvstore.group_record import GroupRecord
 from protos.errors import InvalidRequest, PreconditionFailed
 
 SHAPE = ControlShape(num_pages=(5, 3), max_sequences=4, max_sequence_tokens=300)
@@ -43,7 +43,7 @@ def block(mapped: mmap.mmap) -> ControlBlock:
 def test_entry_sizes_and_offsets_are_frozen() -> None:
     # Another process, maybe of another build, reads this memory: a change needs a new VERSION.
     assert (PAGE_DTYPE.itemsize, GROUP_DTYPE.itemsize, SLOT_DTYPE.itemsize) == (64, 128, 128 + 512 + MAX_FROZEN_BYTES)
-    assert SEQUENCE_GROUP_DTYPE.itemsize == 32
+    assert SEQUENCE_GROUP_DTYPE.itemsize == 128
     fields: Any = HEADER_DTYPE.fields or {}
     assert [fields[name][1] for name in ("magic", "version", "num_bytes", "epoch", "geometry_digest")] == [
         0,
@@ -53,7 +53,15 @@ def test_entry_sizes_and_offsets_are_frozen() -> None:
         40,
     ]
     slot: Any = SLOT_DTYPE.fields or {}
-    assert [slot[name][1] for name in ("logged", "committed", "state", "request_id")] == [0, 8, 64, 128]
+    assert [
+        slot[name][1]
+        for name in ("logged", "committed", "packed", "filling", "state", "num_prompt_tokens", "request_id")
+    ] == [0, 8, 16, 24, 64, 100, 128]
+    group: Any = SEQUENCE_GROUP_DTYPE.fields or {}
+    assert [group[name][1] for name in ("base", "tail_slot", "lossy_end", "ahead_end", "worst", "prompt_end")] == [
+        *(0, 16, 24),
+        *(48, 68, 76),
+    ]
     for dtype in (HEADER_DTYPE, GROUP_DTYPE, PAGE_DTYPE, SLOT_DTYPE, SEQUENCE_GROUP_DTYPE):
         for name, (kind, offset, *_) in (dtype.fields or {}).items():
             assert offset % kind.base.alignment == 0, f"{name} is not aligned"
@@ -80,21 +88,21 @@ def test_bytes_stand_where_the_layout_says() -> None:
     b = block(mapped)
     b.epoch = 77
     b.open_slot(2, epoch=77, request_id=b"r", salt=b"", frozen=b"", max_tokens=300, prompt=[9, 8, 4_000_000_000])
-    b.write_group(2, "full", base=0, pages=[4])
-    b.write_group(2, "window", base=128, pages=[-1, 1], first_page=1, tail_slot=2)
+    b.write_group(2, "full", GroupRecord(base=0, page_ids=[4], num_pages=1))
+    b.write_group(2, "window", GroupRecord(base=128, page_ids=[-1, 1], num_pages=2, first_page=1, tail_slot=2))
     b.write_inexact_from(2, 130)
     sections = SHAPE.sections()
     assert mapped[:8] == b"TAILPKCB"
-    assert struct.unpack_from("<IIII", mapped, 8) == (3, 2, 4, 300)
+    assert struct.unpack_from("<IIII", mapped, 8) == (4, 2, 4, 300)
     assert struct.unpack_from("<QQ", mapped, 24) == (SHAPE.num_bytes, 77)
     slot = sections["slots"][0] + 2 * SLOT_DTYPE.itemsize
     assert struct.unpack_from("<QQ", mapped, slot) == (3, 0)
     assert struct.unpack_from("<IIQQ", mapped, slot + 64) == (1, 300, 77, 130)
-    groups = sections["sequence_groups"][0] + 2 * 2 * 32
+    groups = sections["sequence_groups"][0] + 2 * 2 * 128
     assert struct.unpack_from("<QIIi", mapped, groups) == (0, 1, 0, -1)
-    assert struct.unpack_from("<QIIi", mapped, groups + 32) == (128, 2, 1, 2)
+    assert struct.unpack_from("<QIIi", mapped, groups + 128) == (128, 2, 1, 2)
     ids = sections["page_ids"][0] + 2 * 2 * 3 * 4
-    assert struct.unpack_from("<6I", mapped, ids) == (4, 0, 0, 2**32 - 1, 1, 0)
+    assert struct.unpack_from("<6I", mapped, ids) == (4, 2**32 - 1, 2**32 - 1, 2**32 - 1, 1, 2**32 - 1)
     log = sections["token_log"][0] + 2 * 300 * 4
     assert struct.unpack_from("<3I", mapped, log) == (9, 8, 4_000_000_000)
 
@@ -107,8 +115,8 @@ def test_a_second_view_of_the_memory_reads_what_was_written() -> None:
     writer.open_slot(
         1, epoch=5, request_id="reqü".encode(), salt=b"t", frozen=b"\0f\0", max_tokens=300, prompt=list(range(200))
     )
-    writer.write_group(1, "full", base=128, pages=[3, 1, 4])
-    writer.write_group(1, "window", base=256, pages=[-1, 2], first_page=1)
+    writer.write_group(1, "full", GroupRecord(base=128, page_ids=[3, 1, 4], num_pages=3))
+    writer.write_group(1, "window", GroupRecord(base=256, page_ids=[-1, 2], num_pages=2, first_page=1))
     writer.append_tokens(1, [11, 12])
     writer.commit(1, 201)
     assert (reader.epoch, reader.device, reader.group_names) == (5, "cpu:0", ("full", "window"))
@@ -135,7 +143,7 @@ def test_a_slot_used_again_shows_nothing_of_the_one_before() -> None:
     b = block(memory())
     b.open_slot(0, epoch=1, request_id=b"long-name", salt=b"s", frozen=b"abc", max_tokens=9, prompt=[1, 2, 3])
     b.commit(0, 3)
-    b.write_group(0, "full", base=128, pages=[1, 2])
+    b.write_group(0, "full", GroupRecord(base=128, page_ids=[1, 2], num_pages=2))
     b.close_slot(0)
     assert b.live_slots() == []
     assert (b.token_log(0), b.committed(0), b.num_pages(0, "full"), b.base(0, "full")) == ([], 0, 0, 0)
