@@ -123,7 +123,8 @@ template <int WIDTH, typename T> struct RawRow {
             largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
         return largest;
     }
-    __device__ __forceinline__ void to_floats(const TimesDiagonal<WIDTH>& scaled, float (&z)[L::kValues]) const {
+    // z[i] = scaled(value i, i)
+    template <typename Scaled> __device__ __forceinline__ void to_floats(Scaled scaled, float (&z)[L::kValues]) const {
         if constexpr (sizeof(T) == 4) {
 #pragma unroll
             for (int i = 0; i < kWords; i++) z[i] = scaled(__uint_as_float(words[i]), i);
@@ -139,6 +140,13 @@ template <int WIDTH, typename T> struct RawRow {
     }
 };
 
+// Bits of a magnitude in [2^-32, 2^32), or of 0. A row with such a largest value has a sum of squares in [2^-64, 2^71], and what
+// underflows beside it is smaller than that by more than f32's digits.
+__device__ __forceinline__ bool is_ordinary(uint32_t magnitude) {
+    constexpr uint32_t kFrom = (127u - 32u) << 23, kTo = (127u + 32u) << 23;
+    return magnitude - kFrom < kTo - kFrom || magnitude == 0;
+}
+
 // Codes of the lane's row into `nibble_words` (all kWords of the row), its scale into `*scale`. False: the row holds NaN or
 // an infinity, or its norm is above kMaxNorm; then its codes are 0 and its scale NaN. Rows are written where `writes` is set;
 // every lane takes part.
@@ -147,11 +155,27 @@ __device__ __forceinline__ bool encode_row(const RawRow<WIDTH, T>& raw, int bits
                                            uint32_t* nibble_words, float* scale, bool writes, int lane) {
     using L = RowLanes<WIDTH>;
     const uint32_t largest = raw.largest_magnitude();
-    const int exponent = min(max(static_cast<int>(largest >> 23) - 126, -100), 124);
+    int exponent = min(max(static_cast<int>(largest >> 23) - 126, -100), 124);
+    // A power of two in front of a row changes no bit of what follows but near the ends of f32's range, so rows whose largest
+    // value is far from them need not be scaled; with one lane a row their signs then cost nothing either, which the first
+    // additions take in.
+    constexpr bool kMayStay = L::kLanes == 1;
+    const bool scales = !kMayStay || !__all_sync(0xffffffffu, is_ordinary(largest));
+    if (!scales) exponent = 0;
     const float down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
     const float up = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
     float z[L::kValues];
-    raw.to_floats(TimesDiagonal<WIDTH>(down, tables, lane), z);
+    if constexpr (kMayStay) {
+        raw.to_floats([](float x, int) { return x; }, z);
+        if (__builtin_expect(scales, 0)) {
+#pragma unroll
+            for (int i = 0; i < L::kValues; i++) z[i] = __fmul_rn(z[i], down);
+        }
+#pragma unroll
+        for (int i = 0; i < L::kValues; i++) z[i] = negated_lanes<WIDTH>(i) != 0 ? -z[i] : z[i];
+    } else {
+        raw.to_floats(TimesDiagonal<WIDTH>(down, tables, lane), z);
+    }
     const float short_norm = sqrtf(sum_of_squares<WIDTH>(z));
     const float norm = short_norm * up, share = norm / kMaxNorm;
     const bool bad = largest >= kInfinityBits || __fmul_rn(share, share) > 1.0f;

@@ -141,7 +141,15 @@ class Case:
     dim: int
 
 
-def make_case(dim: int, kinds: str, bits: tuple[int, ...], dtype: torch.dtype, heads: int = 2, ratio: int = 1) -> Case:
+def make_case(
+    dim: int,
+    kinds: str,
+    bits: tuple[int, ...],
+    dtype: torch.dtype,
+    heads: int = 2,
+    ratio: int = 1,
+    rows: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+) -> Case:
     """Regions of `kinds` ("k", "v" in layout version 2, "r" rows of version 1), random tails and a workspace."""
     version = ROWS if kinds == "r" else FRAGMENTS
     shapes = [
@@ -154,9 +162,9 @@ def make_case(dim: int, kinds: str, bits: tuple[int, ...], dtype: torch.dtype, h
     for at in layout.regions:
         # rows apart from each other, as in a slot that holds all layers
         tail = torch.full((3, RING_ROWS, heads + 1, dim), float("nan"), dtype=dtype)[:, :, :heads]
-        tail.copy_(random_rows((3, RING_ROWS, heads, dim), dtype))
+        tail.copy_((rows or random_rows)((3, RING_ROWS, heads, dim), dtype))
         workspace = torch.full((300, heads, dim + 16), float("nan"), dtype=dtype)[..., :dim]
-        workspace.copy_(random_rows((300, heads, dim), dtype))
+        workspace.copy_((rows or random_rows)((300, heads, dim), dtype))
         regions.append(RegionRows(at, dim, ratio, tail, workspace))
     return Case(page_group(arena, regions), layout, dim)
 
@@ -190,6 +198,35 @@ def random_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     for i in range(len(flat) // 11):
         flat[11 * i + 3] = special[i % len(special)]
     return rows.to(dtype)
+
+
+def ordinary_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Rows that need no scaling (largest value in [2^-32, 2^32), or 0), to the ends of that; with values so small that
+    they, their squares or both underflow, alone in half of the transform's sums.
+    """
+    rows = torch.randn(shape)
+    flat, d = rows.view(-1, shape[-1]), shape[-1]
+    flat /= flat.abs().amax(-1, keepdim=True)
+    for i, row in enumerate(flat):
+        match i % 8:
+            case 1:
+                row[:] = 0
+            case 2:  # the sums in which the two ones cancel hold the small ones alone
+                row *= 2.0**-100
+                row[0], row[1] = 1, 1
+            case 3:
+                row *= torch.exp2(-torch.randint(0, 110, (d,)).float())
+                row[d // 2] = 1.5
+            case 4:
+                row *= 2.0**-125  # subnormal in the end
+                row[d - 1] = -1.999
+    exponents = torch.randint(-32, 32, (len(flat), 1)).float()
+    exponents[::16], exponents[1::16] = -32, 31
+    flat.copy_(torch.where(flat.abs().amax(-1, keepdim=True) > 0, flat * torch.exp2(exponents), flat))
+    largest = flat.to(dtype).float().abs().amax(-1)
+    grow = torch.where((largest > 0) & (largest < 2.0**-32), 2.0, 1.0)
+    shrink = torch.where(largest >= 2.0**32, 0.5, 1.0)
+    return (rows * (grow * shrink).view(*shape[:-1], 1)).to(dtype)
 
 
 def rows_of(region: RegionRows, page: PageRows) -> Tensor:
@@ -309,6 +346,18 @@ def test_pages_of_bf16_rows(emulator_of: EmulatorOf, width: int, kinds: str, bit
     seed = new_seed()
     case = make_case(width, kinds, bits, torch.bfloat16)
     seal_and_restore(emulator_of(seal_cell(width, "bf16")), case, seed)
+
+
+@pytest.mark.parametrize("name", ["bf16", "f32"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_pages_of_rows_that_need_no_scaling(emulator_of: EmulatorOf, width: int, name: str) -> None:
+    seed = new_seed()
+    case = make_case(width, "kv", (4, 3), DTYPES[name], rows=ordinary_rows)
+    tail = case.group.sources[0].tail
+    assert tail is not None
+    largest = tail.float().abs().amax(-1)
+    assert bool(((largest == 0) | (largest >= 2.0**-32) & (largest < 2.0**32)).all())
+    seal_and_restore(emulator_of(seal_cell(width, name)), case, seed)
 
 
 @pytest.mark.parametrize("name", ["f16", "f32"])
