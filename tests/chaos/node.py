@@ -1,0 +1,292 @@
+"""One node without Ray: a kvstore, workers and perhaps routers as processes, each started again when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvstore import client
+from protos import kvstore_pb2, worker_pb2, worker_pb2_grpc
+from protos.rpc import sync_channel
+from tests.chaos.dying_worker import Death
+from tests.chaos.zygote import Forked, Zygote
+
+HANG_S = 60.0
+"""A bound on what would otherwise hang; nothing is measured by it."""
+AGAIN_S = 0.02
+"""Between a process's end and its next start."""
+KILLED = -signal.SIGKILL
+NOT_OURS = "ended by nobody here"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a node runs.
+
+    Args:
+        model: folder or name; llama's small ones and tiny-v4.
+        options: of its workers.
+    """
+
+    name: str
+    model: Path | str
+    options: tuple[str, ...] = ()
+    num_workers: int = 1
+    num_routers: int = 0
+
+
+class Server:
+    """A process by its name, over all its lives."""
+
+    def __init__(self, name: str, arguments: list[str], folder: Path) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.log = folder / f"{name}.log"
+        self.out = folder / f"{name}.out"
+        self.deaths: list[Death] = []  # of its next lives
+        self.process: Forked | None = None
+        self.ends: Counter[str] = Counter()
+        self.signalled = False  # this life, by us
+        self.died: list[Death] = []  # those of ``deaths`` that came
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and not self.process.ended()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.alive and self.process is not None and self.process.ready() is not None
+
+
+@dataclass
+class Node:
+    """Servers of one setting in one folder of their own; an async context manager."""
+
+    zygote: Zygote
+    setting: Setting
+    faults: list[str] = field(default_factory=list)
+    """What went wrong that no death explains."""
+
+    def __post_init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tpc-"))
+        self.socket_dir = self.folder / "kv"
+        self.kv_socket = self.socket_dir / "kvstore.sock"
+        self.store = Server(
+            "kvstore", ["kvstore", "serve", "--socket-dir", str(self.socket_dir), "--log-json"], self.folder
+        )
+        self.workers: list[Server] = []
+        self.addresses: list[str] = []
+        for index in range(self.setting.num_workers):
+            address = free_address()
+            arguments = ["worker", "serve", "--model", str(self.setting.model), "--kv-socket", str(self.kv_socket)]
+            arguments += ["--listen", address, "--worker-id", f"worker-{index}", "--device", f"cpu:{index}"]
+            arguments += ["--deterministic", "--threads", "1", "--drain-s", "0.2", "--log-json"]
+            arguments += ["--otlp-endpoint", "none", *self.setting.options]
+            self.workers.append(Server(f"worker-{index}", arguments, self.folder))
+            self.addresses.append(address)
+        self.routers: list[Server] = []
+        self.doors: list[str] = []
+        for index in range(self.setting.num_routers):
+            door = free_address()
+            arguments = ["router", "serve", "--listen", door, "--http", "none", "--model-dir", str(self.setting.model)]
+            arguments += ["--drain-s", "0.2", "--log-json", "--otlp-endpoint", "none"]
+            for address in self.addresses:
+                arguments += ["--worker", address]
+            self.routers.append(Server(f"router-{index}", arguments, self.folder))
+            self.doors.append(door)
+        self.servers = [self.store, *self.workers, *self.routers]
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Node:
+        self._start(self.store)
+        await self.ready(self.store)
+        for server in (*self.workers, *self.routers):
+            self._start(server)
+        await self.ready(*self.servers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping = True
+        for server in self.servers:
+            if server.process is not None and server.alive:
+                server.signalled = True
+                server.process.send(signal.SIGKILL)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for server in self.servers:
+            if server.process is not None:
+                await _until(server.process.ended, f"{server.name} does not end")
+                server.process.reap()
+        if error is None and not self.faults:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # --- lives ---
+
+    def _start(self, server: Server) -> None:
+        self._tasks.append(asyncio.create_task(self._live(server), name=server.name))
+
+    async def _live(self, server: Server) -> None:
+        while not self._stopping:
+            server.signalled = False
+            death = server.deaths.pop(0) if server.deaths else None
+            server.process = self.zygote.fork(server.arguments, log=server.log, out=server.out, death=death)
+            await _ended(server.process)
+            status = server.process.reap()
+            how = signal.Signals(-status).name if status < 0 else f"exit {status}"
+            server.ends[how] += 1
+            if death is not None and status == KILLED and not server.signalled:
+                server.died.append(death)
+            self._judge(server, status, death)
+            await asyncio.sleep(AGAIN_S)
+
+    def _judge(self, server: Server, status: int, death: Death | None) -> None:
+        """An end is explained by a signal of ours, by a death that was asked for, by the store that ends a suspect
+        (SIGKILL), or, of a worker, by the end of its store.
+        """
+        explained = server.signalled or death is not None or (server in self.workers and status in (KILLED, 1))
+        if not explained:
+            self.faults.append(f"{server.name} {NOT_OURS}: status {status}; {last_lines(server.log)}")
+
+    async def ready(self, *servers: Server) -> None:
+        """Waits until they are."""
+        for server in servers or self.servers:
+            await _until(lambda s=server: s.is_ready, f"{server.name} is not ready", lambda s=server: last_lines(s.log))  # type: ignore[misc]
+
+    def send(self, server: Server, signum: int) -> bool:
+        """Whether it was alive."""
+        if not server.alive or server.process is None:
+            return False
+        if signum != signal.SIGCONT:
+            server.signalled = True
+        server.process.send(signum)
+        return True
+
+    # --- what is there ---
+
+    def kv_stats(self) -> kvstore_pb2.KvStatsResponse:
+        return client.stats(self.kv_socket)
+
+    def load(self, index: int = 0) -> Any:
+        with sync_channel(self.addresses[index]) as channel:
+            return worker_pb2_grpc.WorkerStub(channel).Info(worker_pb2.InfoRequest(), timeout=10).load
+
+    async def idle(self) -> None:
+        """Waits until every counter is back where it was: nothing runs or waits, nothing is held or promised.
+
+        Raises:
+            AssertionError: with what is left.
+        """
+        await self.ready()
+        await _until(lambda: not self._left(), "something is left", lambda: "; ".join(self._left()))
+        problems = client.verify(self.kv_socket)
+        assert not problems, problems
+
+    def _left(self) -> list[str]:
+        left = []
+        try:
+            devices = self.kv_stats().devices
+            for index in range(len(self.workers)):
+                load = self.load(index)
+                counts = {name: getattr(load, name) for name in ("num_running", "num_waiting", "queued_tokens")}
+                left += [f"worker-{index}: {count} {name}" for name, count in counts.items() if count]
+        except Exception as away:  # noqa: BLE001 - asked again; in the end it is what is told
+            return [f"not answered: {away}"]
+        for device in devices:
+            if device.sequences:
+                left.append(f"{device.device}: {device.sequences} sequences")
+            for group in device.groups:
+                if group.pages_promised or group.pages_open:
+                    left.append(f"{group.group}: {group.pages_promised} promised, {group.pages_open} open")
+                if group.pages_free + group.pages_cached != group.pages_total:
+                    kept = f"{group.pages_free} free, {group.pages_cached} cached"
+                    left.append(f"{group.group}: {kept} of {group.pages_total} pages")
+                if group.tail_slots_used > device.checkpoints:
+                    left.append(f"{group.group}: {group.tail_slots_used} tails, {device.checkpoints} checkpoints")
+        return left
+
+    def memory_files(self) -> dict[str, int]:
+        """Memory files that each process holds."""
+        return {server.name: num_memory_files(server) for server in (self.store, *self.workers)}
+
+    async def stop(self) -> None:
+        """Orderly: routers, workers, store; nothing of them may be left.
+
+        Raises:
+            AssertionError: by what is.
+        """
+        self._stopping = True
+        for kind in (self.routers, self.workers, [self.store]):
+            for server in kind:
+                self.send(server, signal.SIGTERM)
+            for server in kind:
+                process = server.process
+                assert process is not None
+                await _until(process.ended, f"{server.name} does not end")
+                assert process.reap() == 0, f"{server.name} ended with {process.reap()}: {last_lines(server.log)}"
+        assert list(self.socket_dir.iterdir()) == [], "sockets are left"
+
+
+def num_memory_files(server: Server) -> int:
+    """Different ones: a mapping of Python's has a descriptor of its own."""
+    assert server.process is not None
+    files = set()
+    for descriptor in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with suppress(OSError):
+            if str(descriptor.readlink()).startswith("/memfd:"):
+                files.add(descriptor.stat().st_ino)
+    return len(files)
+
+
+def records(log: Path) -> list[dict[str, Any]]:
+    """Of a log; lines that are none are left out."""
+    found = []
+    for line in log.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
+def last_lines(log: Path, count: int = 12) -> str:
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return f"{log}:\n" + "\n".join(line[:1500] for line in text.splitlines()[-count:])
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def _ended(process: Forked) -> None:
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process.pidfd, over.set)
+    try:
+        await over.wait()
+    finally:
+        loop.remove_reader(process.pidfd)
+
+
+async def _until(condition: Callable[[], bool], what: str, told: Callable[[], str] = lambda: "") -> None:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: {told()}"
+        await asyncio.sleep(0.01)
