@@ -228,6 +228,11 @@ class PreparedLaunch:
             )
 
 
+def current_stream(device_index: int) -> int:
+    """torch's current stream, as the driver's handle: what torch.cuda.current_stream says, without its object."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
 def overlaps_launches(arch: str) -> bool:
     """Whether kernels for `arch` wait for the one before them themselves (csrc/ptx.cuh, wait_for_dependencies)."""
     return int(re.sub(r"\D", "", arch)) >= 90

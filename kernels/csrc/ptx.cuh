@@ -66,6 +66,7 @@ __device__ __forceinline__ void store_global_16(void* p, const uint4& v) {
 }
 // Written by another kernel of the same call: past L1.
 __device__ __forceinline__ float4 load_l2_f4(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
+__device__ __forceinline__ uint4 load_l2_16(const void* p) { return __ldcg(static_cast<const uint4*>(p)); }
 __device__ __forceinline__ float2 load_l2_f2(const float* p) { return __ldcg(reinterpret_cast<const float2*>(p)); }
 
 // ---- mbarriers and the pages that arrive at them

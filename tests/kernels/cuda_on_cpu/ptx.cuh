@@ -66,6 +66,7 @@ inline void store_global_16(void* p, const uint4& v, Where where = Where::here()
     std::memcpy(p, &v, sizeof v);
 }
 inline float4 load_l2_f4(const float* p, Where where = Where::here()) { return load_global<float4>(p, "load_l2_f4", where); }
+inline uint4 load_l2_16(const void* p, Where where = Where::here()) { return load_global<uint4>(p, "load_l2_16", where); }
 inline float2 load_l2_f2(const float* p, Where where = Where::here()) { return load_global<float2>(p, "load_l2_f2", where); }
 
 // ---- mbarriers and the pages that arrive at them

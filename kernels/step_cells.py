@@ -1,0 +1,43 @@
+"""The cells of a decode step apart from attention: products of few rows, the small kernels between them, sampling.
+
+None of them is declared yet: they compile on demand, some seconds each, until a recorded run says what they are worth.
+"""
+
+from __future__ import annotations
+
+from kernels.cells import ROW_TYPES, Cell
+
+STEP_KERNELS = ("begin", "embed", "norm", "rope", "swiglu")
+
+
+def linear_cell(row_type: str, *, fp8: bool, norm: bool, gated: bool) -> Cell:
+    """x W^T of up to eight rows (csrc/linear_few.cuh). fp8: weights are e4m3 with a scale a block of 128 x 128."""
+    flags = [name for name, on in (("fp8", fp8), ("norm", norm), ("gated", gated)) if on]
+    variant = "-".join([row_type, *flags])
+    kernel = f"linear_{variant.replace('-', '_')}"
+    # Eight loads of 16 bytes are under way a lane, in so few registers that three CTAs share an SM.
+    defines = {
+        "TAILPACK_KERNEL_LINEAR": kernel,
+        "TAILPACK_TYPE": ROW_TYPES[row_type],
+        "TAILPACK_FP8": str(int(fp8)),
+        "TAILPACK_NORM": str(int(norm)),
+        "TAILPACK_GATED": str(int(gated)),
+        "TAILPACK_DEPTH": "2" if gated else "4",
+        "TAILPACK_CTAS": "3",
+    }
+    return Cell("linear_few.cu", 0, "few", variant, (kernel,), tuple(defines.items()), tensor_kernels=(kernel,))
+
+
+def step_cell(row_type: str) -> Cell:
+    """Embedding, norms, rotary embedding with append, SwiGLU of rows of `row_type` (csrc/decode_step.cuh)."""
+    kernels = tuple(f"{name}_{row_type}" for name in STEP_KERNELS)
+    defines = {f"TAILPACK_KERNEL_{name.upper()}": k for name, k in zip(STEP_KERNELS, kernels, strict=True)}
+    defines["TAILPACK_TYPE"] = ROW_TYPES[row_type]
+    return Cell("decode_step.cu", 0, "step", row_type, kernels, tuple(defines.items()))
+
+
+def sample_cell(row_type: str) -> Cell:
+    """The next token of rows of logits of `row_type` (csrc/sample.cuh)."""
+    kernel = f"sample_{row_type}"
+    defines = {"TAILPACK_KERNEL_SAMPLE": kernel, "TAILPACK_TYPE": ROW_TYPES[row_type]}
+    return Cell("sample.cu", 0, "sample", row_type, (kernel,), tuple(defines.items()))

@@ -1,0 +1,264 @@
+"""Decode in steady state: many captured steps over full KV, tokens read a step late, pages sealed when they are due."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kernels.pages_cuda import NO_BAD_ROW, PageRows, page_table, seal_pages
+from protos.page_hash import PAGE_TOKENS
+from tests.bench.engine_gpu_model import Cache
+from worker.decode_graphs import DecodeGraphs
+from worker.decode_state import RowStart
+from worker.gpu_pages import GpuPages
+from worker.models.gpu_attention import GpuAttention
+from worker.models.llama import Llama
+from worker.sequence import Sampling
+
+WARM_UP, PROFILED, REPLAYS = 24, 4, 24
+HOST_CALLS = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    rows: int
+    num_tokens: int  # of each at the start
+    mode: str = "dense"
+    fp8: bool = False  # weights
+    steps: int = 256
+    few_rows: int = 8
+
+
+@dataclass
+class Seals:
+    """Packs what is due behind the step that was launched last, on its stream; never waits.
+
+    Checksums and flags stay on the device until ``finish``.
+    """
+
+    cache: Cache
+    pages: GpuPages
+    graphs: DecodeGraphs
+    bases: list[dict[str, int]]
+    num_sealed: int = 0
+    late: list[tuple[torch.Tensor, list[PageRows]]] = field(default_factory=list)
+
+    def after(self, num_tokens: int) -> None:
+        """All rows have computed so many tokens."""
+        wanted = self.cache.bases(num_tokens)
+        for name, base in wanted.items():
+            if self.cache.geometry.group(name).mode == "dense":
+                continue
+            due = [row for row, bases in enumerate(self.bases) if bases[name] < base]
+            if not due:
+                continue
+            entries = []
+            for row in due:
+                first = self.bases[row][name]
+                page = self.cache.tables[name][row][first // PAGE_TOKENS]
+                entries.append(PageRows(page, first, self.cache.slots(row)[name], PAGE_TOKENS))
+                self.bases[row][name] = first + PAGE_TOKENS
+                self.graphs.set_pages(row, name, first // PAGE_TOKENS, [page])
+                self.graphs.set_base(row, name, first + PAGE_TOKENS)
+            group = self.pages._groups[name]
+            device = group.arena.device
+            table = page_table(group, entries, seal=True)
+            results = torch.zeros(len(entries) + 1, dtype=torch.int64)
+            results[-1] = NO_BAD_ROW
+            if device.type == "cuda":
+                table, results = (x.pin_memory().to(device, non_blocking=True) for x in (table, results))
+            seal_pages(group, table, results[:-1], results[-1:])
+            self.late.append((results, entries))
+            self.num_sealed += len(entries)
+
+    def finish(self) -> bool:
+        """Whether every row that was packed was finite."""
+        return all(int(results[-1]) == NO_BAD_ROW for results, _ in self.late)
+
+
+def measure(network: Llama, case: Case, read_bytes_s: float, device: torch.device) -> dict[str, Any]:
+    """Facts of one case. read_bytes_s: what a kernel that only reads did in this run."""
+    max_tokens = case.num_tokens + WARM_UP + case.steps + PROFILED + REPLAYS + 16
+    on_gpu = device.type == "cuda"
+    began = time.perf_counter()
+    cache = Cache.make(network.config, case.mode, case.rows, max_tokens, device)
+    cache.fill()
+    attention = GpuAttention(
+        cache.kv, q_heads=network.config.q_heads, max_sequences=case.rows, max_sequence_tokens=max_tokens
+    )
+    pages = GpuPages(cache.kv)
+    attention.load()
+    pages.load()
+    graphs = DecodeGraphs(
+        network,
+        cache.kv,
+        attention,
+        max_sequences=case.rows,
+        max_sequence_tokens=max_tokens,
+        buckets=(),
+        few_rows=case.few_rows,
+        fp8=case.fp8,
+    )
+    capture_s = graphs.capture()
+    bases = cache.bases(case.num_tokens)
+    for row in range(case.rows):
+        start = RowStart(
+            token=1 + 7 * row,
+            num_tokens=case.num_tokens,
+            limit=max_tokens,
+            sampling=Sampling(),
+            pages=cache.pages(row, case.num_tokens),
+            bases=bases,
+            tail_slots=cache.slots(row),
+        )
+        graphs.enter(row, start)
+    seals = Seals(cache, pages, graphs, [dict(bases) for _ in range(case.rows)])
+    ready_s = time.perf_counter() - began
+    length = case.num_tokens
+    with torch.inference_mode():
+        length, _, _ = _steps(graphs, seals, case.rows, length, WARM_UP)
+        before = _allocations(device)
+        start_tokens = length
+        length, wall_s, said = _steps(graphs, seals, case.rows, length, case.steps)
+        after = _allocations(device)
+        profile = _profiled(graphs, seals, case.rows, length) if on_gpu else {}
+        length += PROFILED
+        gap = _gaps(graphs, case.rows) if on_gpu else {}
+    fine = all(token >= 0 for tokens in said for token in tokens) and seals.finish()
+    step_s = wall_s / case.steps
+    weights = _weight_bytes(network, graphs, case)
+    kv = cache.kv_bytes((start_tokens + length) // 2)
+    floor_s = (weights + kv) / read_bytes_s
+    idle = 1 - gap["replay_ms"] / 1e3 / step_s if gap else None
+    return {
+        "ok": fine and len(said) == case.steps,
+        "tokens_per_s": round(case.rows / step_s, 2),
+        "step_ms": round(step_s * 1e3, 4),
+        "floor_ms": round(floor_s * 1e3, 4),
+        "of_floor": round(floor_s / step_s, 4),
+        "weights_gb": round(weights / 1e9, 3),
+        "kv_gb": round(kv / 1e9, 3),
+        "kv_bytes_held": sum(cache.kv.page_bytes(g.name).numel() for g in cache.geometry.groups),
+        "idle_between_steps": None if idle is None else round(idle, 4),
+        **gap,
+        "allocations_a_step": None if before is None or after is None else (after[0] - before[0]) / case.steps,
+        "bytes_grown": None if before is None or after is None else after[1] - before[1],
+        "pages_sealed": seals.num_sealed,
+        "capture_s": round(capture_s, 2),
+        "ready_s": round(ready_s, 2),
+        "memory": vars(graphs.memory),
+        "profile": profile,
+        "distinct_tokens": len({token for tokens in said for token in tokens}),
+    }
+
+
+def _steps(
+    graphs: DecodeGraphs, seals: Seals, rows: int, length: int, count: int
+) -> tuple[int, float, list[list[int]]]:
+    """(tokens of each row afterwards, seconds, what the steps drew). The last step's tokens are read, too."""
+    said: list[list[int]] = []
+    began = time.perf_counter()
+    step = 0
+    for turn in range(count):
+        step = graphs.launch(rows)
+        seals.after(length)  # the step computed the token that made it `length`
+        length += 1
+        if turn:
+            said.append(graphs.tokens(step - 1))
+    said.append(graphs.tokens(step))
+    return length, time.perf_counter() - began, said
+
+
+def _gaps(graphs: DecodeGraphs, rows: int) -> dict[str, float]:
+    """Milliseconds of a step that is one of many launched without looking: what the GPU needs."""
+    replay = graphs._replays[graphs.bucket_of(rows)]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    graphs.state.patches[:, 0] = 0  # every turn finds none
+    replay()
+    begin.record()
+    for _ in range(REPLAYS - 4):
+        replay()
+    end.record()
+    end.synchronize()
+    return {"replay_ms": round(float(begin.elapsed_time(end)) / (REPLAYS - 4), 4)}
+
+
+def _allocations(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats(device)
+    return int(stats.get("allocation.all.allocated", 0)), int(torch.cuda.memory_reserved(device))
+
+
+def _weight_bytes(network: Llama, graphs: DecodeGraphs, case: Case) -> int:
+    """Read by a step: every matrix once, the embedding's rows not counted."""
+    if case.fp8:
+        return graphs.layers.weight_bytes
+    total = network.lm_head.numel()
+    for layer in network.layers:
+        total += sum(weight.numel() for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    return 2 * total
+
+
+def _profiled(graphs: DecodeGraphs, seals: Seals, rows: int, length: int) -> dict[str, Any]:
+    """Host calls a step, kernels of a step by name, and the share of the time in which one runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            _steps(graphs, seals, rows, length, PROFILED)
+            torch.cuda.synchronize()
+        calls: dict[str, float] = defaultdict(float)
+        kernels: dict[str, list[float]] = defaultdict(list)
+        spans: list[tuple[int, int]] = []
+        results: Any = profiler.profiler.kineto_results
+        for event in results.events():
+            name, duration = event.name(), _nanoseconds(event, "duration")
+            if "CUDA" in str(event.device_type()):
+                begin = _nanoseconds(event, "start")
+                if duration > 0 and not name.startswith("Memset") and "Context" not in name:
+                    kernels[_short(name)].append(duration / 1e3)
+                    spans.append((begin, begin + duration))
+            elif name in HOST_CALLS or name in WAITS or "Malloc" in name or "LaunchKernel" in name:
+                calls[name] += 1 / PROFILED
+    except Exception as error:  # noqa: BLE001 - the times stand without it
+        return {"failed": f"{type(error).__name__}: {error}"[:400]}
+    top = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:16]
+    return {
+        "host_calls_a_step": {name: round(count, 2) for name, count in calls.items()},
+        "kernels_a_step": round(sum(len(each) for each in kernels.values()) / PROFILED, 1),
+        "busy_share": round(_busy(spans), 4),
+        "us_a_step": {
+            name: [round(sum(each) / PROFILED, 1), round(len(each) / PROFILED, 1), round(statistics.median(each), 2)]
+            for name, each in top
+        },
+    }
+
+
+def _nanoseconds(event: Any, what: str) -> int:
+    exact = getattr(event, f"{what}_ns", None)
+    return int(exact()) if exact is not None else int(1000 * getattr(event, f"{what}_us")())
+
+
+def _short(name: str) -> str:
+    return name.split("(")[0].split("<")[0][-60:] if "cutlass" not in name else name[:60]
+
+
+def _busy(spans: Sequence[tuple[int, int]]) -> float:
+    """Share of the time from the first kernel to the last in which at least one runs."""
+    if not spans:
+        return 0.0
+    ordered = sorted(spans)
+    busy, end = 0, ordered[0][0]
+    for first, last in ordered:
+        busy += max(0, last - max(first, end))
+        end = max(end, last)
+    return busy / max(1, end - ordered[0][0])

@@ -1,0 +1,26 @@
+"""The GPU engine's benchmark at a tiny size, over the CUDA sources on a CPU: it cannot rot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench import bench_engine_gpu
+from tests.kernels.emulator import needs_compiler
+from tests.unit.emulated_step import BUILT, EmulatedStep
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_every_part_runs_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    BUILT.clear()
+    EmulatedStep(monkeypatch, tmp_path)
+    out, records = tmp_path / "out.jsonl", tmp_path / "records.jsonl"
+    status = bench_engine_gpu.main(["--device", "cpu", "--out", str(out), "--records", str(records)])
+    lines = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    assert status == 0, [line for line in lines if not line["ok"]]
+    assert {line["part"] for line in lines} == {"equal", "linear", "steady"}
+    assert [json.loads(line)["case"] for line in records.read_text().splitlines()] == ["tiny", "tiny-dense"]
+    BUILT.clear()
