@@ -257,6 +257,15 @@ def one_worker_options(command: Any) -> Any:
         advanced_option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a step, at most."),
         advanced_option("--threads", default=0, help="Of the CPU's products.  [default: one per core]"),
         advanced_option(
+            "--kv-reattach-s", default=60, show_default=True, help="How long to wait for another kvstore if it dies."
+        ),
+        advanced_option(
+            "--adopt-grace-s",
+            default=60,
+            show_default=True,
+            help="How long what a killed worker left goes on without its router.",
+        ),
+        advanced_option(
             "--drain-s",
             type=seconds,
             default=30.0,

@@ -57,6 +57,9 @@ class WorkerConfig:
         device: "cpu:0"; or a GPU, "cuda:0" or "cuda:GPU-<uuid>". By its index it is what CUDA_VISIBLE_DEVICES makes of
             it; the kvstore knows it by its UUID, so the next worker on the same GPU finds its memory.
         threads: of the tensor library; 0 takes one per core.
+        kv_reattach_s: how long the worker waits for another kvstore when its own is gone. Then it ends.
+        adopt_grace_s: how long a sequence taken over from an earlier life of the worker goes on without its router;
+            resumable ones have their own grace time.
     """
 
     model: Path
@@ -80,6 +83,8 @@ class WorkerConfig:
     drafts: int = 0
     device: str = "cpu:0"
     threads: int = 0
+    kv_reattach_s: int = 60
+    adopt_grace_s: int = 60
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, ("auto", *ITEM_BYTES))
@@ -117,6 +122,8 @@ class WorkerConfig:
             ("max_sequence_tokens", 0, 1 << 24),
             ("prefill_chunk", 1, 1 << 20),
             ("threads", 0, 1024),
+            ("kv_reattach_s", 0, 3600),
+            ("adopt_grace_s", 0, 3600),
             ("drafts", 0, DEFAULT_MAX_STEP_TOKENS - 1),
         ):
             value = getattr(self, name)

@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 import structlog
 import torch
 
-from kvstore.client import Attachment, Truncated
+from kvstore.client import Truncated
 from protos import types_pb2
 from protos.errors import (
     AlreadyExists,
@@ -31,10 +31,12 @@ from protos.errors import (
     WorkerLost,
 )
 from protos.page_hash import PAGE_TOKENS
+from worker.adoption import plan_adoption
 from worker.config import WorkerConfig
 from worker.gpu_kernels import naming_kernels
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView
+from worker.lasting import KvMemory
 from worker.model_runner import ModelRunner, Step
 from worker.models.deepseek_v4 import DeepseekV4
 from worker.sampler import Draw, Drawn, sample
@@ -85,7 +87,7 @@ class Engine:
         self,
         config: WorkerConfig,
         model: Model,
-        attachment: Attachment,
+        attachment: KvMemory,
         emit: Callable[[StepResult], None],
         on_failed: Callable[[TailpackError], None] | None = None,
         spans: NoSpans | None = None,
@@ -168,6 +170,33 @@ class Engine:
         if not any(output.token_ids for output in outputs):
             why = next((str(output.error) for output in outputs if output.error is not None), None)
             raise InternalError("the worker could not generate its first token", reason="WARM_UP_FAILED", given=why)
+
+    def adopt(self) -> list[Sequence]:
+        """Takes over what the attachment found of an earlier worker, before ``start`` and after ``warm_up``.
+
+        What they emitted before is not emitted again; what has all it asked for ends with the first step.
+
+        Returns:
+            All of them, for who answers their callers. They are the engine thread's: to be looked at before ``start``.
+        """
+        adoption = plan_adoption(
+            self._attachment.adopted,
+            self._model.info,
+            now_ns=time.monotonic_ns(),
+            not_of=WARM_UP,
+            most=self._config.max_running,
+        )
+        with torch.inference_mode():
+            self._held.adopt(adoption)
+        self._running += [sequence for sequence, _ in adoption.going_on]
+        self._waiting += adoption.again
+        self._known |= {sequence.request.request_id: sequence for sequence in adoption.sequences}
+        self._counters.sequences_adopted += len(adoption.sequences)
+        self._counters.tokens_recomputed_after_adoption += adoption.num_lost_tokens
+        for sequence in adoption.sequences:
+            self._end_if_whole(sequence)
+        self._wake.set()
+        return adoption.sequences
 
     def start(self) -> None:
         self._publish_load()
@@ -258,10 +287,13 @@ class Engine:
         load.num_running = min(load.num_running, len(self._known)) + num_unsaid
         load.num_waiting = len(self._known) + num_unsaid - load.num_running
         load.queued_tokens += sum(s.num_uncomputed for s in self._inbox)
+        load.without_store = self._attachment.is_away
         return load
 
     def _refusal(self, request: Request) -> TailpackError | None:
-        if request.request_id in self._known:
+        known = self._known.get(request.request_id)
+        ending = known is not None and known.request.owner != request.owner and known in self._to_abort
+        if known is not None and not ending:
             return _duplicate(request.request_id)
         limit = self._config.max_running + self._config.max_waiting
         if len(self._known) >= limit:
@@ -315,6 +347,7 @@ class Engine:
     def step(self) -> None:
         """One step of the engine. Called by the engine thread; tests call it instead of ``start``."""
         began_ns = time.monotonic_ns()
+        self._attachment.look_after()
         self._take_inbox()
         self._admit()
         self._publish_load()
@@ -354,8 +387,8 @@ class Engine:
         with self._lock:
             if self._stop_error is not None:
                 raise self._stop_error
-            self._waiting += self._inbox
-            self._inbox.clear()
+            arrived, self._inbox = self._inbox, []
+            self._waiting += arrived
             to_abort, self._to_abort = self._to_abort, []
             self._outputs += self._refusals
             self._counters.sequences_failed += len(self._refusals)
@@ -363,6 +396,14 @@ class Engine:
         for sequence in to_abort:
             if not sequence.finished:
                 self._finish(sequence, types_pb2.FINISH_REASON_ABORTED)
+        for sequence in arrived:
+            if not sequence.finished:
+                self._end_if_whole(sequence)
+
+    def _end_if_whole(self, sequence: Sequence) -> None:
+        """Ends a sequence that has emitted all its tokens, in another life or elsewhere, and only has to say so."""
+        if sequence.num_emitted and (reason := finish_reason(sequence, self._model.eos_token_ids)):
+            self._finish(sequence, reason)
 
     def _admit(self) -> None:
         """Oldest first, and nobody overtakes: else a large sequence would wait for ever behind small ones."""
@@ -535,7 +576,8 @@ class Engine:
         assert not sequence.finished
         sequence.finished = True
         with self._lock:
-            del self._known[sequence.request.request_id]
+            if self._known.get(sequence.request.request_id) is sequence:  # not yet another's, behind an abort
+                del self._known[sequence.request.request_id]
             self._num_unsaid += 1
             if sequence in self._inbox:
                 self._inbox.remove(sequence)
@@ -566,12 +608,13 @@ class Engine:
             self._stopping = True  # from here on submit raises
             self._outputs += self._refusals
             self._refusals.clear()
-            left = list(self._known.values())
+            left = list(dict.fromkeys([*self._known.values(), *self._to_abort, *self._running]))
+            self._to_abort.clear()
         # What has not run did not break the engine: another worker may have it. What ran may have, and must not go on
         # to break the next.
         ran = list(self._running)
         bystander = WorkerLost("the worker's engine failed before this request ran", retry_after_ms=1000)
-        for sequence in left:
+        for sequence in (each for each in left if not each.finished):
             innocent = isinstance(error, InternalError) and sequence not in ran
             try:
                 self._finish(sequence, types_pb2.FINISH_REASON_ERROR, bystander if innocent else error)

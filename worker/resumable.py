@@ -1,4 +1,4 @@
-"""Answers that outlive their callers: what resumable sequences emitted, and who reads it.
+"""Answers that outlive their callers or their worker: what sequences emitted, and who reads it.
 
 An ``Answer`` is the log of one sequence. A ``Subscription`` reads it from some token on, for one session, as fast as
 that session is read: the log is the buffer, so a replay and a live stream are the same thing, and several may read at
@@ -6,6 +6,9 @@ once.
 
     submit -> runs, subscribed -> (last subscription ends) runs alone -> ended, kept -> forgotten
                     ^ resume ___________________________|_________________|
+
+Adopted sequences have an answer, too, resumable or not: they run alone until their router submits them again, which
+joins. One that is not resumable then lasts as long as it is subscribed to.
 
 Forgotten are: what nobody was subscribed to for its grace time (aborted first, if it still runs); what was cancelled;
 what failed before its first token; and, where the bounds are reached, the answers that ended first. What is forgotten
@@ -19,7 +22,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import structlog
@@ -27,6 +30,7 @@ import structlog
 from protos import types_pb2, worker_pb2
 from protos.errors import AlreadyExists, CapacityError, InvalidRequest, NotFound
 from protos.limits import MAX_RESUME_GRACE_MS
+from worker.sequence import Request
 
 log = structlog.get_logger("worker")
 
@@ -57,7 +61,7 @@ class Reader(Protocol):
 
 @dataclass(eq=False)
 class Answer:
-    """One resumable sequence: what it emitted so far, and whether it goes on."""
+    """One resumable or adopted sequence: what it emitted so far, and whether it goes on."""
 
     submit: worker_pb2.Submit  # without its tokens
     owner: str  # of the engine's request: outputs and aborts are this sequence's by it, whoever else has its id
@@ -65,7 +69,11 @@ class Answer:
     num_bytes: int  # of its log: while it runs all it may come to, afterwards what it is
     abort: Callable[[], object]  # tells the engine
     token_ids: array[int]
+    grace_s: float = 0.0
+    logprobs_from: int = 0  # the first token whose logprobs can be here: those before were emitted elsewhere
     logprobs: list[bytes] = field(default_factory=list)  # serialised PositionLogprobs, one a token when asked for
+    adopted: Request | None = None  # of a sequence that came from another life of this worker
+    lasts: bool = True  # without a subscription, too
     seed: int = 0
     last: worker_pb2.SequenceOutput | None = None  # finish reason, error, usage and timings
     subscriptions: set[Subscription] = field(default_factory=set)
@@ -80,8 +88,8 @@ class Answer:
         return 1 + (2 + self.submit.sampling.logprobs if self.submit.sampling.HasField("logprobs") else 0)
 
     @property
-    def grace_s(self) -> float:
-        return self.submit.resumable.grace_ms / 1000
+    def is_resumable(self) -> bool:
+        return self.submit.HasField("resumable")
 
     def measured_bytes(self) -> int:
         size = _ANSWER_BYTES + self.submit.ByteSize() + _TOKEN_BYTES * len(self.token_ids)
@@ -105,6 +113,9 @@ class Subscription:
         if self.told_end or self.waits_for_more:
             return None
         end = min(len(answer.token_ids), self.position + max(1, MAX_PIECE_WEIGHT // answer.weight))
+        # Tokens without the logprobs that were asked for share no output with others.
+        if answer.weight > 1 and self.position < answer.logprobs_from:
+            end = min(end, answer.logprobs_from)
         ended = answer.last is not None and end == len(answer.token_ids)
         if end == self.position and not ended:
             return None
@@ -115,7 +126,8 @@ class Subscription:
         output.request_id = self.name
         output.token_offset = self.position
         output.token_ids.extend(answer.token_ids[self.position : end])
-        for position in answer.logprobs[self.position : end]:
+        first = answer.logprobs_from
+        for position in answer.logprobs[max(0, self.position - first) : max(0, end - first)]:
             output.logprobs.add().MergeFromString(position)
         output.seed = answer.seed
         output.more = self.waits_for_more = end < len(answer.token_ids)
@@ -129,7 +141,7 @@ class Subscription:
 
 
 class Answers:
-    """All resumable sequences of a worker, running and kept.
+    """All resumable and adopted sequences of a worker, running and kept.
 
     Args:
         clock: seconds; only differences count.
@@ -144,6 +156,8 @@ class Answers:
         self._running_bytes = 0
         self._kept_bytes = 0
         self._numbers = itertools.count()
+        self.num_joined = 0
+        """Submissions that went on with an adopted sequence, ever."""
 
     @property
     def num_kept(self) -> int:
@@ -176,31 +190,62 @@ class Answers:
             The subscription. It is to a new answer if that has this ``owner``; else the same request is here already.
 
         Raises:
-            InvalidRequest: BAD_RESUME_GRACE, BAD_CALLER_REQUEST, EMITTED_WITHOUT_LOGPROBS.
+            InvalidRequest: BAD_RESUME_GRACE, BAD_CALLER_REQUEST.
             AlreadyExists: another request has this id (DUPLICATE_REQUEST).
             CapacityError: the log may grow larger than there is room beside those that run (RESUME_LOG_FULL).
         """
         _check(submit)
         there = self._by_id.get(submit.request_id)
         if there is not None:
-            digest = submit.resumable.request_digest
-            if there.submit.tenant == submit.tenant and digest and there.submit.resumable.request_digest == digest:
-                return self._subscribe(there, submit.request_id, reader)
+            digest, emitted = submit.resumable.request_digest, array("I", submit.emitted_token_ids)
+            same = there.submit.tenant == submit.tenant and there.submit.resumable.request_digest == digest != b""
+            if same and there.token_ids[: len(emitted)] == emitted:
+                return self._subscribe(there, submit.request_id, reader, len(emitted))
             raise duplicate(submit.request_id)
         kept = worker_pb2.Submit(
             request_id=submit.request_id, tenant=submit.tenant, sampling=submit.sampling, resumable=submit.resumable
         )
         emitted = array("I", submit.emitted_token_ids)
         answer = Answer(kept, owner, len(submit.prompt_token_ids), _most_bytes(submit), abort, emitted)
+        answer.grace_s, answer.logprobs_from = submit.resumable.grace_ms / 1000, len(emitted)
         self._make_room(answer.num_bytes)
-        self._by_id[submit.request_id] = self._by_owner[owner] = answer
-        self._running_bytes += answer.num_bytes
+        self._add(answer)
         return self._subscribe(answer, submit.request_id, reader, len(emitted))
+
+    def adopt(self, request: Request, emitted: Iterable[int], abort: Callable[[], object], *, grace_s: float) -> None:
+        """Takes in a sequence of an earlier life of this worker. Nobody is subscribed to it yet.
+
+        Args:
+            request: its owner is the sequence's in the engine.
+            emitted: its tokens so far.
+            grace_s: until its router is back, where the request does not say so itself.
+        """
+        submit = replace(request, prompt=(), emitted=()).to_proto()
+        size = _most_bytes(submit)
+        answer = Answer(submit, request.owner, len(request.prompt), size, abort, array("I", emitted))
+        answer.grace_s = submit.resumable.grace_ms / 1000 if answer.is_resumable else grace_s
+        answer.logprobs_from, answer.adopted = len(answer.token_ids), request
+        answer.idle_since = self._clock()
+        self._add(answer)
+
+    def adopted(self, request_id: str, tenant: str) -> Answer | None:
+        """The answer of an adopted sequence that a submission under this id may join, or has to end."""
+        answer = self.find(request_id, tenant)
+        return answer if answer is not None and answer.adopted is not None else None
+
+    def join(self, answer: Answer, submit: worker_pb2.Submit, reader: Reader) -> Subscription:
+        """Subscribes the session of a submission that ``goes_on_with`` the answer, behind the tokens that it has."""
+        self.num_joined += 1
+        if submit.HasField("resumable"):
+            answer.submit.resumable.CopyFrom(submit.resumable)
+            answer.grace_s = submit.resumable.grace_ms / 1000
+        answer.lasts = answer.is_resumable
+        return self._subscribe(answer, submit.request_id, reader, len(submit.emitted_token_ids))
 
     def resume(self, request_id: str, tenant: str, name: str, reader: Reader) -> Subscription:
         """Subscribes a session from token 0 on. Raises NotFound (UNKNOWN_REQUEST)."""
         answer = self.find(request_id, tenant)
-        if answer is None:
+        if answer is None or not answer.is_resumable:
             raise NotFound("no such request runs or is kept here", reason="UNKNOWN_REQUEST")
         return self._subscribe(answer, name, reader)
 
@@ -209,8 +254,12 @@ class Answers:
         answer = subscription.answer
         answer.was_delivered |= delivered and subscription.told_end
         answer.subscriptions.discard(subscription)
-        if not answer.subscriptions:
+        if answer.subscriptions:
+            return
+        if answer.lasts:
             answer.idle_since = self._clock()
+        else:
+            self.cancel(answer)
 
     def complete(self, answer: Answer) -> None:
         """Ends a sequence whose answer is complete; what it emitted is kept."""
@@ -252,6 +301,10 @@ class Answers:
         answer = self._by_owner.pop(owner)
         self._running_bytes -= answer.num_bytes
         del self._by_id[answer.submit.request_id]
+
+    def _add(self, answer: Answer) -> None:
+        self._by_id[answer.submit.request_id] = self._by_owner[answer.owner] = answer
+        self._running_bytes += answer.num_bytes
 
     def _subscribe(self, answer: Answer, name: str, reader: Reader, position: int = 0) -> Subscription:
         subscription = Subscription(name, answer, reader, position)
@@ -339,13 +392,23 @@ def _check(submit: worker_pb2.Submit) -> None:
             given=f"{len(resumable.caller_request)} bytes",
             allowed=f"at most {MAX_CALLER_REQUEST_BYTES} bytes",
         )
-    if submit.emitted_token_ids and submit.sampling.HasField("logprobs"):
-        raise InvalidRequest(
-            "the log-probabilities of tokens that were emitted elsewhere are not here to be replayed",
-            reason="EMITTED_WITHOUT_LOGPROBS",
-            given=f"{len(submit.emitted_token_ids)} emitted tokens",
-            allowed="none in a resumable request with logprobs",
-        )
+
+
+def goes_on_with(request: Request, answer: Answer) -> bool:
+    """Whether a submission is for the very sequence that was adopted, and all that it has yet to get is there."""
+    adopted = answer.adopted
+    if adopted is None or (request.resumable is not None) != answer.is_resumable:
+        return False
+    if request.resumable is not None and request.resumable.request_digest != answer.submit.resumable.request_digest:
+        return False
+    if request.sampling.seed not in (None, adopted.sampling.seed):
+        return False
+    same_sampling = replace(request.sampling, seed=adopted.sampling.seed) == adopted.sampling
+    if (request.prompt, request.stop) != (adopted.prompt, adopted.stop) or not same_sampling:
+        return False
+    if request.sampling.logprobs is not None and len(request.emitted) < answer.logprobs_from:
+        return False
+    return answer.token_ids[: len(request.emitted)] == array("I", request.emitted)
 
 
 def _most_bytes(submit: worker_pb2.Submit) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
+from google.protobuf.message import DecodeError
+
 from protos import types_pb2, worker_pb2
 from protos.errors import InvalidRequest, TailpackError, TooLarge
 from protos.limits import check_sampling, check_stop, check_token_ids
@@ -82,7 +84,8 @@ class Request:
     """One sequence to compute (worker.proto, Submit).
 
     ``owner`` names the router session that submitted it; its outputs carry it back. ``emitted`` are tokens that went
-    out elsewhere already: they are computed again as they are, and the first output starts behind them.
+    out elsewhere already: they are computed again as they are, and the first output starts behind them. Where the last
+    of them ends the sequence (all went out but the word that it ended) nothing is computed.
     """
 
     request_id: str
@@ -129,7 +132,31 @@ class Request:
 
     def frozen(self) -> bytes:
         """The request without its tokens, for the control block: those are in the token log beside it."""
-        return replace(self, prompt=(), emitted=()).to_proto().SerializeToString(deterministic=True)
+        submit = replace(self, prompt=(), emitted=()).to_proto()
+        frozen = worker_pb2.FrozenRequest(submit=submit, num_prompt_tokens=len(self.prompt))
+        return frozen.SerializeToString(deterministic=True)
+
+    @staticmethod
+    def thawed(frozen: bytes, token_ids: Seq[int], owner: str) -> Request:
+        """What ``frozen`` made, with the prompt at the head of a token log.
+
+        Raises:
+            InvalidRequest: BAD_FROZEN_REQUEST, another version wrote it, or the log is shorter than the prompt.
+        """
+        message = worker_pb2.FrozenRequest()
+        try:
+            message.ParseFromString(frozen)
+        except DecodeError:
+            message.Clear()
+        if not message.HasField("submit") or not 0 < message.num_prompt_tokens <= len(token_ids):
+            raise InvalidRequest(
+                "a frozen request is not readable",
+                reason="BAD_FROZEN_REQUEST",
+                given=f"{len(frozen)} bytes, a prompt of {message.num_prompt_tokens} tokens",
+                allowed=f"what this version writes, a prompt of 1 to {len(token_ids)} tokens",
+            )
+        prompt = tuple(token_ids[: message.num_prompt_tokens])
+        return replace(Request.from_proto(message.submit, owner), prompt=prompt)
 
     def with_seed(self, seed: int) -> Request:
         return replace(self, sampling=replace(self.sampling, seed=seed))
@@ -199,6 +226,7 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)  # guesses at what follows token_ids, to be checked by the next step
     seen: Seen = field(default_factory=Seen)  # of token_ids, for the repetition penalty
     seed_reported: bool = False
+    adopted: bool = False  # began in an earlier life of this worker
     finished: bool = False
 
     def __post_init__(self) -> None:
@@ -302,10 +330,10 @@ def _check_stop(request: Request, model: types_pb2.ModelInfo) -> None:
         return
     room = min(stop.max_tokens, model.max_sequence_tokens - len(request.prompt))
     ends = {*stop.stop_token_ids, *(() if stop.ignore_eos else model.eos_token_ids)}
-    if len(request.emitted) >= room or ends.intersection(request.emitted):
+    if len(request.emitted) > room or ends.intersection(request.emitted[:-1]):
         raise InvalidRequest(
-            "the emitted tokens already end the sequence",
+            "the emitted tokens go on behind the sequence's end",
             reason="ALREADY_FINISHED",
             given=f"{len(request.emitted)} emitted tokens",
-            allowed=f"at most {room - 1}, none of them a stop or end-of-sequence token",
+            allowed=f"at most {room}, none but the last a stop or end-of-sequence token",
         )

@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from kvstore.client import Admitted, Attachment, Forked, NewPage, OpenRequest, Refused, Truncated, page_checksum
+from kvstore.client import Admitted, Adopted, Forked, NewPage, OpenRequest, Refused, Truncated, page_checksum
 from kvstore.geometry import LayerGroup
 from kvstore.retention import pages_for
 from protos.errors import InternalError
 from protos.page_hash import PAGE_TOKENS
 from worker import kv_moves
+from worker.adoption import Adoption
 from worker.due import base_after, needs_pages, seals, worst_pages
 from worker.gpu_pages import GpuPages
 from worker.kv_moves import SealJob, SpanRows
-from worker.kv_view import KvView
+from worker.kv_view import KvView, Workspace
+from worker.lasting import KvCalls
 from worker.model_runner import Step
 from worker.scheduler import Work
 from worker.seen import Seen
@@ -44,6 +46,7 @@ class Kept:
     checksums: dict[tuple[str, int], int]
     certain: list[int]
     late: list[tuple[SpanRows, int]]
+    filling: list[int]  # slots of late
     step: Step
 
 
@@ -53,7 +56,7 @@ class SequenceKv:
     ``on_gpu``: what packs and unpacks where packed pages lie on a GPU.
     """
 
-    def __init__(self, attachment: Attachment, kv: KvView, on_gpu: GpuPages | None = None) -> None:
+    def __init__(self, attachment: KvCalls, kv: KvView, on_gpu: GpuPages | None = None) -> None:
         self.kv = kv
         self._attachment = attachment
         self._geometry = kv.geometry
@@ -110,6 +113,42 @@ class SequenceKv:
         self._attachment.control.commit(opened.slot, answer.num_cached)
         return None
 
+    def adopt(self, adoption: Adoption) -> None:
+        """Takes over the sequences that go on, and gives up what is not wanted."""
+        if adoption.released:
+            self._attachment.release(adoption.released)
+        control = self._attachment.control
+        for adopted, held in adoption.going_on:
+            self._take(adopted, held, held.max_tokens)
+            control.mark_filling(held.slot, 0)  # of a chunk that was not committed
+            self._finish_step(adopted)
+
+    def _finish_step(self, adopted: Seq) -> None:
+        """Does what a worker that died behind a commit did not come to: seals what is due at the committed length.
+
+        Rows that are in the rings are packed, again perhaps, to the same bytes; those that a prefill chunk has lapped
+        were packed before it was committed.
+        """
+        length = adopted.num_computed
+        if seals(self._geometry, adopted, length, 1):
+            reserved = self._attachment.reserve([(adopted.slot, length, 1)]).get(adopted.slot, {})
+            jobs: list[SealJob] = []
+            checksums: dict[tuple[str, int], int] = {}
+            for group in self._tailed:
+                pages = reserved.get(group.name) if group.packed else None
+                if not pages:
+                    continue
+                if length - adopted.bases[group.name] <= self._geometry.tail_tokens(group):
+                    jobs.append(SealJob(SpanRows(group.name, adopted.tail_slots[group.name], length, 0, -1), pages))
+                    continue
+                for page in pages:
+                    checksums[group.name, page.page_id] = page_checksum(self.kv.page_memory(group.name, page.page_id))
+            checksums |= kv_moves.pack(self.kv, jobs, Workspace(), self._on_gpu)
+            self.kv.settle()
+            self._seal([(adopted, length)], checksums)
+        if self._tailed and length == adopted.num_prompt:
+            self._keep_tails(adopted, "prompt_end")
+
     def release(self, ended: Seq, *, keep: bool) -> None:
         """Gives up what a sequence holds. ``keep``: its tails are kept first, for a next turn to go on exactly."""
         self._look_at_mode(ended)
@@ -147,6 +186,8 @@ class SequenceKv:
                     w.sequence.pages[name] += [page.page_id for page in pages]
             for group in self._geometry.groups:
                 if group.mode == "dense" and len(w.sequence.pages[group.name]) < pages_for(w.end):
+                    self._read_pages(w.sequence, [group])  # given already, in an answer that was lost with its store
+                if group.mode == "dense" and len(w.sequence.pages[group.name]) < pages_for(w.end):
                     given = len(w.sequence.pages[group.name])
                     raise InternalError("the kvstore reserved too little", given=given, allowed=pages_for(w.end))
         return new_pages
@@ -155,10 +196,12 @@ class SequenceKv:
         """Packs what is due, then moves prefill rows from the workspace into the tails.
 
         A chunk that laps a ring would overwrite rows that the committed length still needs; it waits until its own
-        length is committed. So a slot that is committed further than its rings reach from its base, or from what waits
-        for a block, was cut off just there: its tail is void, and it is to be computed again.
+        length is committed, and the slot is marked until it is through: who is killed there leaves a void tail.
         """
+        control = self._attachment.control
         jobs: list[SealJob] = []
+        packed: dict[int, int] = {}  # by slot
+        filling: dict[int, int] = {}
         soon: list[tuple[SpanRows, int]] = []
         late: list[tuple[SpanRows, int]] = []
         for w, workspace_row in zip(work, step.workspace_rows, strict=True):
@@ -168,19 +211,28 @@ class SequenceKv:
                 pages = new_pages.get(w.sequence.slot, {}).get(group.name)
                 if pages and group.packed:
                     jobs.append(SealJob(rows, pages))
+                    packed[w.sequence.slot] = w.end
                 if workspace_row >= 0:
                     laps = self._geometry.laps(group, base, w.sequence.num_computed, w.end)
+                    if laps:
+                        filling[w.sequence.slot] = w.end
                     (late if laps else soon).append((rows, base_after(self._geometry, group, base, w.end, 1)))
         checksums = kv_moves.pack(self.kv, jobs, step.workspace, self._on_gpu)
         kv_moves.fill_tails(self.kv, soon, step.workspace)
         self.kv.settle()
-        return Kept(checksums, [w.certain_end for w in work], late, step)
+        for slot, num_tokens in packed.items():
+            control.mark_packed(slot, num_tokens)
+        for slot, num_tokens in filling.items():
+            control.mark_filling(slot, num_tokens)
+        return Kept(checksums, [w.certain_end for w in work], late, list(filling), step)
 
     def publish(self, work: Sequence[Work], kept: Kept) -> None:
         """After the commit: moves bases over what is packed or whole, one call, and none for most steps."""
         if kept.late:
             kv_moves.fill_tails(self.kv, kept.late, kept.step.workspace)
             self.kv.settle()
+            for slot in kept.filling:
+                self._attachment.control.mark_filling(slot, 0)
         due = [
             (w.sequence, num_tokens)
             for w, num_tokens in zip(work, kept.certain, strict=True)
@@ -278,7 +330,7 @@ class SequenceKv:
         self._attachment.release([old])
         return True
 
-    def _take(self, taken: Seq, held: Admitted | Forked, promised: int) -> None:
+    def _take(self, taken: Seq, held: Admitted | Forked | Adopted, promised: int) -> None:
         taken.slot, taken.num_promised = held.slot, promised
         taken.pages = {g.name: list(held.pages.get(g.name, ())) for g in self._geometry.groups}
         taken.bases = {g.name: held.bases.get(g.name, 0) for g in self._geometry.groups}

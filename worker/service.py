@@ -21,7 +21,7 @@ from protos.errors import (
 )
 from protos.limits import choice_ids
 from worker.engine import Engine
-from worker.resumable import duplicate
+from worker.resumable import duplicate, goes_on_with
 from worker.sequence import Request
 from worker.sessions import RouterSession, Sessions
 
@@ -84,7 +84,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Find(self, request: worker_pb2.FindRequest, context: Any) -> worker_pb2.FindResponse:
         answer = self._answers.find(request.request_id, request.tenant)
-        if answer is None:
+        if answer is None or not answer.is_resumable:
             return worker_pb2.FindResponse()
         return worker_pb2.FindResponse(
             found=True,
@@ -139,6 +139,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 raise Unavailable(
                     "this worker takes no new sequences", reason="DRAINING", hint=self._draining, retry_after_ms=0
                 )
+            if self._joins(submit, request, session):
+                return
             if resumable:
                 session.check_name(submit.request_id)
                 if not self._open(submit, owner, session):
@@ -166,6 +168,24 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise InternalError(
                 "the worker could not read this request", hint=f"{type(failure).__name__}; see its log"
             ) from failure
+
+    def _joins(self, submit: worker_pb2.Submit, request: Request, session: RouterSession) -> bool:
+        """Whether a submission goes on with an adopted sequence. One of its id that it does not go on with is ended."""
+        answer = self._answers.adopted(submit.request_id, submit.tenant)
+        if answer is None:
+            return False
+        session.check_name(submit.request_id)
+        if goes_on_with(request, answer):
+            session.subscribed(self._answers.join(answer, submit, session))
+            return True
+        log.info(
+            "an adopted sequence is not what its router asks for, and is computed anew",
+            request_id=submit.request_id,
+            num_tokens=len(answer.token_ids),
+            num_emitted=len(request.emitted),
+        )
+        self._answers.cancel(answer)
+        return False
 
     def _open(self, submit: worker_pb2.Submit, owner: str, session: RouterSession) -> bool:
         """Subscribes the session to a resumable submission; whether the engine has yet to be told of it."""

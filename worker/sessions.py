@@ -2,7 +2,7 @@
 
 The engine thread hands a whole step over with one call_soon_threadsafe. What a session has not sent yet is merged, so a
 router that reads slowly gets fewer, larger messages, and one that does not read at all is ended at a fixed bound.
-Outputs of resumable sequences go to their logs (worker/resumable.py); a session reads those as it sends.
+Outputs of resumable and adopted sequences go to their logs (worker/resumable.py); a session reads those as it sends.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class RouterSession:
             if (piece := subscription.take()) is not None:
                 pieces.append(piece)
                 weight += 1 + len(piece.token_ids) * subscription.answer.weight
+            if subscription.told_end and not subscription.answer.lasts:
+                self.leave(subscription.name, delivered=True)
         if self._news:
             self._changed.set()
         return pieces
@@ -225,7 +227,7 @@ class Sessions:
         for owner, outputs in by_owner.items():
             if session := self._sessions.get(owner):
                 session.add(outputs)
-            else:  # of a resumable sequence; or the router has gone, and its sequences are being aborted
+            else:  # of a resumable or adopted sequence; or the router has gone, and its sequences are being aborted
                 self.answers.take(owner, outputs)
 
 

@@ -26,7 +26,7 @@ import torch
 from kernels.loader import arch_of
 from kvstore.client import Attachment, attach, stats
 from protos import kvstore_pb2, rpc, types_pb2, worker_pb2_grpc
-from protos.errors import InternalError, KvStoreLost, PreconditionFailed, TailpackError
+from protos.errors import InternalError, PreconditionFailed, TailpackError
 from protos.metrics import OFF, serving_metrics
 from protos.page_hash import PAGE_TOKENS
 from protos.tls import ServerTls
@@ -37,6 +37,7 @@ from worker.config import WorkerConfig
 from worker.device_memory import DeviceMemory
 from worker.engine import Engine
 from worker.gpu import memory_of, store_name, torch_device
+from worker.lasting import LastingAttachment
 from worker.ledger import worker_memory
 from worker.metrics import StepObserver, WorkerCollector
 from worker.service import SERVICE, WorkerService
@@ -84,7 +85,7 @@ async def serve(
 
     Raises:
         ConfigError, ModelError, PreconditionFailed, CapacityError: it cannot start. Among them NO_SUCH_GPU.
-        KvStoreLost: the kvstore went away; the mapped memory is no longer this worker's.
+        KvStoreLost: the kvstore went away and none came back in time, or it took the memory away.
         InternalError: the engine stopped at a broken invariant, or does not stop; then the KV memory goes to nobody
             else before this process is gone.
     """
@@ -103,17 +104,19 @@ async def serve(
     def break_down(why: TailpackError) -> None:  # any thread
         loop.call_soon_threadsafe(settle, why)
 
+    health = _Health(server, loop)
     device = store_name(config.device)
     model = await asyncio.to_thread(load_model, config)
-    attachment = await asyncio.to_thread(_attach, config, device, model, break_down)
+    attachment = await asyncio.to_thread(_attach, config, device, model)
     model = _within(model, attachment)
+    lasting = LastingAttachment(attachment, config.kv_socket, config.kv_reattach_s, health.store_is_away)
     with attachment:
         sessions = Sessions(loop)
         observer = StepObserver(sessions.emit)
         engine = Engine(
             config,
             model,
-            attachment,
+            lasting,
             observer.emit,
             on_failed=break_down,
             spans=SequenceSpans(tracing) if tracing is not None else None,
@@ -122,7 +125,10 @@ async def serve(
         memory = partial(worker_memory, config, model, device)
         service = WorkerService(engine, sessions, info, memory, partial(_kv, config, device))
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, SERVICE)
-        await asyncio.to_thread(engine.warm_up)  # ready means that it has generated a token
+        if attachment.adopted:
+            _adopt(engine, sessions, config)
+        else:
+            await asyncio.to_thread(engine.warm_up)  # ready means that it has generated a token
         engine.start()
         expiry = asyncio.create_task(sessions.expire_forever(), name="grace times")
         try:
@@ -131,13 +137,13 @@ async def serve(
             metrics_tls = server.certificate.ssl_context() if server.certificate else None
             async with serving_metrics("worker", metrics, collector, certificate, tls=metrics_tls) as url:
                 address = await server.start(listen)
-                await server.set_ready(True)
+                await health.set_serving(True)
                 log.info(
                     "worker ready", worker=config.worker_id, address=address, incarnation=info.incarnation, metrics=url
                 )
                 on_ready(Running(address, info, url))
                 if not await _until_stopped(stop, broken):
-                    await server.set_ready(False)
+                    await health.set_serving(False)
                     service.drain("the worker is stopping")
                     await _drained(engine, sessions, broken, drain_s)
                 if broken.done():
@@ -156,7 +162,38 @@ async def serve(
         raise broken.result()
 
 
-def _attach(config: WorkerConfig, device: str, model: Model, break_down: Callable[[TailpackError], None]) -> Attachment:
+class _Health:
+    """Whether the worker says that it is ready: it takes requests, and its kvstore is there."""
+
+    def __init__(self, server: rpc.RpcServer, loop: asyncio.AbstractEventLoop) -> None:
+        self._server = server
+        self._loop = loop
+        self._serving = self._away = False
+
+    async def set_serving(self, serving: bool) -> None:
+        self._serving = serving
+        await self._server.set_ready(self._serving and not self._away)
+
+    def store_is_away(self, away: bool) -> None:
+        """Any thread."""
+
+        async def tell() -> None:
+            self._away = away
+            await self._server.set_ready(self._serving and not self._away)
+
+        asyncio.run_coroutine_threadsafe(tell(), self._loop)
+
+
+def _adopt(engine: Engine, sessions: Sessions, config: WorkerConfig) -> None:
+    """Takes over what an earlier life of this worker left: its first step proves the path whole, as a warm-up would."""
+    for sequence in engine.adopt():
+        request = sequence.request
+        abort = partial(engine.abort, request.request_id, owner=request.owner)
+        emitted = sequence.token_ids[sequence.num_prompt :]
+        sessions.answers.adopt(request, emitted, abort, grace_s=config.adopt_grace_s)
+
+
+def _attach(config: WorkerConfig, device: str, model: Model) -> Attachment:
     """Attaches. A predecessor killed a moment ago may still be in the store's books, so DEVICE_BUSY is retried."""
     deadline = time.monotonic() + ATTACH_RETRY_S
     memory = DeviceMemory(memory_of(device)) if config.on_gpu else None
@@ -173,7 +210,6 @@ def _attach(config: WorkerConfig, device: str, model: Model, break_down: Callabl
                 max_sequence_tokens=model.info.max_sequence_tokens,
                 weights_digest=model.info.weights_digest,
                 checkpoint_slots=config.num_checkpoints if model.geometry.tail_bytes else 0,
-                on_lost=lambda why: break_down(KvStoreLost("the kvstore is gone", hint=why)),
             )
         except PreconditionFailed as refused:
             if refused.reason != "DEVICE_BUSY" or time.monotonic() > deadline:
@@ -213,7 +249,7 @@ def _info(config: WorkerConfig, device: str, model: Model) -> types_pb2.WorkerIn
         max_running=config.max_running,
         switches=switches(config, model.geometry, arch_of(torch_device(config.device)) if config.on_gpu else ""),
         version=release(),
-        features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse", "resume"],
+        features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse", "resume", "adopt"],
     )
 
 

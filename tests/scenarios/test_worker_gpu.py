@@ -17,6 +17,7 @@ from tests.unit.fake_gpu_kernels import FakeGpuKernels
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
 from worker import kv_moves, kv_view
 from worker.engine import Engine
+from worker.lasting import LastingAttachment
 from worker.weights import Model, load_model
 
 
@@ -48,7 +49,8 @@ class Served(Harness):
             weights_digest=model.info.weights_digest,
             checkpoint_slots=config.num_checkpoints,
         )
-        self.engine = Engine(config, model, self.real, self._take)
+        lasting = LastingAttachment(self.real, config.kv_socket, 0.0, lambda away: None)
+        self.engine = Engine(config, model, lasting, self._take)
 
 
 @pytest.mark.parametrize("dense_layers", [(0, 0), (1, 0)])

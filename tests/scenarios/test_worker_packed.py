@@ -15,6 +15,7 @@ from protos import types_pb2 as pb
 from tests.scenarios.kvstore_process import StoreProcess
 from tests.unit.tiny import TINY, Harness, config_for, request, write_model
 from worker.engine import Engine
+from worker.lasting import LastingAttachment
 from worker.weights import Model, load_model
 
 
@@ -43,7 +44,8 @@ class Served(Harness):
             weights_digest=model.info.weights_digest,
             checkpoint_slots=config.num_checkpoints,
         )
-        self.engine = Engine(config, model, self.real, self._take)
+        lasting = LastingAttachment(self.real, config.kv_socket, 0.0, lambda away: None)
+        self.engine = Engine(config, model, lasting, self._take)
 
 
 @pytest.mark.parametrize("dense_layers", [(0, 0), (1, 0)])

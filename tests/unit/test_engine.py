@@ -261,12 +261,30 @@ def test_bad_requests_hurt_nobody(folder: Path, model: Model) -> None:
         "BAD_TOP_P": request("b5", [5], top_p=0.0),
         "BAD_LOGPROBS": request("b6", [5], logprobs=21),
         "BAD_REPETITION_PENALTY": request("b8", [5], repetition_penalty=1e-40),
-        "ALREADY_FINISHED": request("b7", [5], 2, emitted=[1, 2]),
+        "ALREADY_FINISHED": request("b7", [5], 2, emitted=[1, 2, 3]),
     }
     result = harness.run(*bad.values(), request("good", prompt(1, 10), 6))
     for reason, r in bad.items():
         assert error_of(harness, r.request_id).reason == reason
     assert result["good"] == alone and harness.engine.load().sequences_failed == len(bad)
+
+
+def test_what_was_emitted_to_its_end_has_only_to_end(folder: Path, model: Model) -> None:
+    """All tokens went out, and the word that it ended did not."""
+    harness = Harness(model, config_for(folder))
+    harness.engine.submit(request("full", [5], 2, emitted=[1, 2]))
+    harness.engine.submit(request("stopped", [5], 9, emitted=[1, 7], stop_token_ids=[7]))
+    harness.engine.submit(request("goes on behind its stop", [5], 9, emitted=[7, 1], stop_token_ids=[7]))
+    harness.step()
+    assert (
+        harness.reason("full") == pb.FINISH_REASON_LENGTH and harness.reason("stopped") == pb.FINISH_REASON_STOP_TOKEN
+    )
+    for name in ("full", "stopped"):
+        (output,) = harness.outputs[name]
+        assert (output.token_offset, output.token_ids) == (2, ())
+        assert output.usage is not None and output.usage.output_tokens == 2
+    assert error_of(harness, "goes on behind its stop").reason == "ALREADY_FINISHED"
+    assert harness.attachment.calls == {} and harness.engine.load().num_steps == 0
 
 
 # --- aborts, and what is left over ---

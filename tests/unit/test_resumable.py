@@ -165,8 +165,18 @@ def test_tokens_that_were_emitted_elsewhere_are_replayed_and_not_sent_again() ->
     assert (first.got[0].token_offset, first.token_ids) == (2, [9])
     s.answers.resume("r", "", "r#1", other)
     assert other.token_ids == [7, 8, 9]
-    with pytest.raises(InvalidRequest, match="EMITTED_WITHOUT_LOGPROBS"):
-        s.open(submission("s", emitted=(7,), logprobs=0))
+
+
+def test_tokens_that_were_emitted_elsewhere_have_no_logprobs_and_no_output_with_others() -> None:
+    s = Scene()
+    first, other = Session(), Session()
+    s.open(submission(emitted=(7, 8), logprobs=0), first)
+    s.say("r", 9, 10)
+    s.say("r", 11, finish=EOS)
+    assert [(o.token_offset, len(o.token_ids), len(o.logprobs)) for o in first.got] == [(2, 2, 2), (4, 1, 1)]
+    s.answers.resume("r", "", "r#1", other).go_on()
+    assert [(o.token_offset, len(o.token_ids), len(o.logprobs)) for o in other.got] == [(0, 2, 0), (2, 3, 3)]
+    assert [o.more for o in other.got] == [True, False] and other.got[-1].finish_reason == EOS
 
 
 # --- who may ---

@@ -1,0 +1,228 @@
+"""One memory and one engine after the other over it: an engine is dropped in the middle of a step, as if its process
+had been killed there, and the next one adopts what it left.
+
+A kill is an exception at a *point*: before or after a call to the store, a write to the control block, a move of rows,
+a forward pass, an output. What the dying engine held in its own memory is gone; the store's tables stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore.answers import Adopted, NewPage
+from tests.unit.fake_kv import FakeAttachment
+from worker import kv_moves
+from worker.config import WorkerConfig
+from worker.engine import Engine
+from worker.scheduler import Work
+from worker.sequence import Output, Request, StepResult
+from worker.weights import Model
+
+CALLS = ("open", "reserve", "seal", "truncate", "fork", "checkpoint", "release")
+WRITES = ("append_tokens", "commit", "mark_packed", "mark_filling")
+MOVES = ("pack", "fill_tails", "copy_pages", "copy_tails", "refill_tails", "_to_ring")
+
+
+class Killed(BaseException):
+    """The process ended here."""
+
+
+class Points:
+    """Counts the points that are passed; kills at those asked for."""
+
+    def __init__(self) -> None:
+        self.passed: list[str] = []  # names, in order
+        self.kill: Callable[[int, str], bool] = lambda number, name: False
+        self.armed = True
+
+    def at(self, name: str) -> None:
+        if not self.armed:
+            return
+        self.passed.append(name)
+        if self.kill(len(self.passed) - 1, name):
+            raise Killed(name)
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.at(f"before {name}")
+            result = call(*args, **kwargs)
+            self.at(f"after {name}")
+            return result
+
+        return watched
+
+
+class OutlivingAttachment(FakeAttachment):
+    """A store that keeps what a dead worker left, and hands it to the next."""
+
+    def adopt(self) -> None:
+        """The next worker attaches."""
+        self.table.end_attachment(confirmed=False)
+        self.device.control.epoch += 1
+        self.adopted = tuple(self._adopted(slot) for slot in self.control.live_slots())
+        self._repeated = {held.slot for held in self.adopted}
+
+    def _adopted(self, slot: int) -> Adopted:
+        control, sequence = self.control, self.table.sequence(slot)
+        committed, num_cached = control.committed(slot), control.num_cached(slot)
+        return Adopted(
+            slot=slot,
+            request_id=control.request_id(slot),
+            tenant_salt=control.salt(slot),
+            num_prompt_tokens=control.num_prompt_tokens(slot),
+            token_ids=control.token_log(slot),
+            num_committed=committed,
+            max_tokens=int(control.slots["max_tokens"][slot]),
+            frozen_request=control.frozen_request(slot),
+            pages={g.name: control.sequence_pages(slot, g.name) for g in self.geometry.groups if g.has_pages},
+            bases=dict(sequence.bases),
+            tail_slots={g.name: slot for g in self.geometry.groups if g.has_tail},
+            prefix_exact=sequence.inexact_from is None,
+            num_cached=num_cached,
+            intact=not control.is_filling(slot) and committed >= num_cached,
+        )
+
+    def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> dict[int, dict[str, list[NewPage]]]:
+        handed: dict[int, dict[str, list[NewPage]]] = {}
+        for slot, *_ in wanted:
+            if slot in getattr(self, "_repeated", ()):
+                for name, state in self.table.sequence(slot).groups.items():
+                    if state.handed:
+                        handed.setdefault(slot, {})[name] = [state.handed[index] for index in sorted(state.handed)]
+                self._repeated.discard(slot)
+        for slot, groups in super().reserve(wanted).items():
+            for name, pages in groups.items():
+                handed.setdefault(slot, {}).setdefault(name, []).extend(pages)
+        return handed
+
+
+class Lives:
+    """Engines over one memory, and what their callers have been told.
+
+    Sequences that a life did not get to, and those that the next did not find, are submitted again with the tokens that
+    were said, as a router does.
+    """
+
+    def __init__(
+        self, model: Model, config: WorkerConfig, patch: pytest.MonkeyPatch, *, num_pages: int = 64, seed: int = 0
+    ) -> None:
+        self.points = Points()
+        self.said: dict[str, list[int]] = {}
+        self.ends: dict[str, Output] = {}
+        self.num_lives = 0
+        self.num_lost_tokens = 0  # committed, and computed again
+        self.killed_at: list[str] = []
+        self._requests: dict[str, Request] = {}
+        self._committed: dict[str, int] = {}  # of those adopted: nothing below is computed again
+        self._model, self._config = model, config
+        self.attachment = OutlivingAttachment(
+            model.geometry,
+            num_pages=num_pages,
+            max_sequences=config.num_slots,
+            max_sequence_tokens=model.info.max_sequence_tokens,
+            checkpoint_slots=config.num_checkpoints if model.geometry.tail_bytes else 0,
+            seed=seed,
+        )
+        for name in CALLS:
+            patch.setattr(self.attachment, name, self.points.around(name, getattr(self.attachment, name)))
+        for name in WRITES:
+            patch.setattr(
+                self.attachment.control, name, self.points.around(name, getattr(self.attachment.control, name))
+            )
+        for name in MOVES:
+            patch.setattr(kv_moves, name, self.points.around(name, getattr(kv_moves, name)))
+        self.engine = self._born()
+
+    def _born(self) -> Engine:
+        self.num_lives += 1
+        self.points.armed = False
+        engine = Engine(self._config, self._model, self.attachment, self._take)
+        self.points.armed = True
+        run = engine._runner.run
+
+        def watched(work: Sequence[Work]) -> Any:
+            for w in work:
+                least = self._committed.get(w.sequence.request.request_id, 0)
+                assert w.sequence.num_computed >= least, f"tokens from {w.sequence.num_computed} on, {least} were done"
+            step = run(work)
+            self.points.at("after run")
+            return step
+
+        engine._runner.run = watched  # type: ignore[method-assign]
+        return engine
+
+    def _take(self, result: StepResult) -> None:
+        self.points.at("before emit")
+        for output in result.outputs:
+            said = self.said.setdefault(output.request_id, [])
+            assert output.error is None, output.error
+            assert output.token_offset == len(said), f"offset {output.token_offset} behind {len(said)} tokens"
+            said += output.token_ids
+            if output.finish_reason:
+                assert output.request_id not in self.ends
+                self.ends[output.request_id] = output
+        if result.outputs:
+            self.points.at("after emit")
+
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self._requests[request.request_id] = request
+            self.said.setdefault(request.request_id, [])
+            self.engine.submit(request)
+
+    def step(self) -> bool:
+        """Whether the engine lived through it; else the next one has taken over."""
+        try:
+            with torch.inference_mode():
+                self.engine.step()
+            return True
+        except Killed as killed:
+            self.killed_at.append(str(killed))
+            self._next_life()
+            return False
+
+    def _next_life(self) -> None:
+        """Dying while it adopts is dying, too."""
+        while True:
+            self.attachment.adopt()
+            self.engine = self._born()
+            try:
+                with torch.inference_mode():
+                    adopted = self.engine.adopt()
+                break
+            except Killed as killed:
+                self.killed_at.append(f"{killed} while adopting")
+        self._committed = {}
+        self.num_lost_tokens += self.engine.load().tokens_recomputed_after_adoption
+        for sequence in adopted:
+            request_id = sequence.request.request_id
+            emitted = sequence.token_ids[sequence.num_prompt :]
+            said = self.said[request_id]
+            assert emitted[: len(said)] == said, "said and not logged, or logged otherwise"
+            assert sequence.request == replace(
+                self._requests[request_id], emitted=(), owner=sequence.request.owner, prompt=sequence.request.prompt
+            )
+            assert sequence.request.prompt == self._requests[request_id].prompt
+            self.said[request_id] = list(emitted)
+            self._committed[request_id] = sequence.num_computed
+        left = [r for r in self._requests.values() if r.request_id not in self.ends]
+        found = {sequence.request.request_id for sequence in adopted}
+        for request in left:
+            if request.request_id not in found:
+                self.engine.submit(replace(request, emitted=tuple(self.said[request.request_id])))
+
+    def run(self, *requests: Request, limit: int = 3000) -> dict[str, list[int]]:
+        """Until all have ended. Nothing is held then."""
+        self.submit(*requests)
+        for _ in range(limit):
+            self.step()
+            if len(self.ends) == len(self._requests):
+                self.attachment.check_empty()
+                assert self.attachment.verify() == []
+                return self.said
+        raise AssertionError(f"no end: {set(self._requests) - set(self.ends)}")
