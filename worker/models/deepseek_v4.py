@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -84,12 +85,28 @@ class DeepseekV4:
 
     def streams(self, batch: Batch, rows: Rows) -> torch.Tensor:
         """The residual streams behind the last layer, [R, hc_mult, hidden]: what the head and the MTP block read."""
-        x = F.embedding(batch.token_ids, self.embed)
-        streams = x.unsqueeze(1).expand(-1, self.config.hc_mult, -1)
-        ropes = self._ropes(batch)
-        for layer, (weights, ratio) in enumerate(zip(self.layers, self.config.ratios, strict=True)):
-            streams = _block(streams, layer, weights, self.config, batch, ropes[ratio], rows)
+        streams, ropes = self.stem(batch), self.ropes(batch)
+        for layer in range(self.config.num_layers):
+            streams = self.layer(layer, streams, batch, ropes, rows)
         return streams
+
+    def stem(self, batch: Batch) -> torch.Tensor:
+        """The streams ahead of the first layer, [R, hc_mult, hidden]."""
+        return F.embedding(batch.token_ids, self.embed).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
+
+    def ropes(self, batch: Batch) -> dict[int, LayerRope]:
+        """By ratio, for the batch's positions."""
+        return {
+            ratio: LayerRope(frequencies, rotation(frequencies, batch.positions, deterministic=batch.deterministic))
+            for ratio, frequencies in self.frequencies.items()
+        }
+
+    def layer(
+        self, layer: int, streams: torch.Tensor, batch: Batch, ropes: Mapping[int, LayerRope], rows: Rows
+    ) -> torch.Tensor:
+        """The streams behind a layer, [R, hc_mult, hidden]."""
+        rope = ropes[self.config.ratios[layer]]
+        return _block(streams, layer, self.layers[layer], self.config, batch, rope, rows)
 
     def logits(self, streams: torch.Tensor, batch: Batch) -> torch.Tensor:
         """streams [R, hc_mult, hidden] -> logits [num_logits, vocab_size] float32 of the rows that want them."""
@@ -114,7 +131,7 @@ class DeepseekV4:
         before = normed(streams, weights.h_norm, config.norm_eps)
         token = linear(embedded, weights.e_proj, None, batch.tiles)
         mixed = [linear(stream, weights.h_proj, None, batch.tiles) + token for stream in before.unbind(1)]
-        layer, rope = config.num_layers + draft, self._ropes(batch)[0]
+        layer, rope = config.num_layers + draft, self.ropes(batch)[0]
         # The block's router has no table, so the token ids of the batch are not looked at.
         return _block(torch.stack(mixed, dim=1), layer, weights.block, config, batch, rope, rows)
 
@@ -132,19 +149,13 @@ class DeepseekV4:
         streams = torch.stack([x * (1 + stream) for stream in range(config.hc_mult)], dim=1)
         by = mixing(streams, weights.attn_mixing, config, batch.tiles)
         read = normed(read_streams(streams, by.read), weights.attn_norm, config.norm_eps)
-        parts = project(read, weights.attn, config, batch, self._ropes(batch)[config.ratios[layer]])
+        parts = project(read, weights.attn, config, batch, self.ropes(batch)[config.ratios[layer]])
         streams = write_streams(streams, project_out(parts.q, weights.attn, config, batch.tiles), by)
         by = mixing(streams, weights.ffn_mixing, config, batch.tiles)
         read = normed(read_streams(streams, by.read), weights.ffn_norm, config.norm_eps)
         streams = write_streams(streams, moe(read, weights.ffn, config, batch), by)
         seen = (streams, *(part for part in parts if part is not None))
         return torch.cat([part.flatten(1).float() for part in seen], dim=1), self.logits(streams, batch)
-
-    def _ropes(self, batch: Batch) -> dict[int, LayerRope]:
-        return {
-            ratio: LayerRope(frequencies, rotation(frequencies, batch.positions, deterministic=batch.deterministic))
-            for ratio, frequencies in self.frequencies.items()
-        }
 
     def _logits(self, streams: torch.Tensor, mixing: HyperWeights, norm: torch.Tensor, batch: Batch) -> torch.Tensor:
         if not batch.num_logits:
