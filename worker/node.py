@@ -2,7 +2,8 @@
 
 It has Ray run a worker for each GPU of this node: a detached actor, pinned to the node and restarted for ever. Then it
 watches them, passes their logs on, and on SIGTERM drains them. When it dies itself the workers run on, and the next one
-finds them. No token and no KV byte comes by here.
+finds them. When this node's Ray ends, it ends as well: what is started next belongs to another node, and a driver has
+no way there. No token and no KV byte comes by here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
+import socket
+import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -112,6 +116,19 @@ def port_after(address: str, index: int) -> str:
     return f"{host}:{int(port) + index}"
 
 
+def server_pidfd(socket_path: str) -> int | None:
+    """A pidfd of the process that listens at a unix socket; None: it is not visible from here. Raises OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(ANSWER_TIMEOUT_S)
+        probe.connect(socket_path)
+        pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return os.pidfd_open(pid) if pid else None
+
+
+def has_ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
 class LogTail:
     """Passes what a file gains on to a stream, and keeps the file small. Who writes it must append (O_APPEND)."""
 
@@ -142,12 +159,14 @@ class Node:
         self.ready = False
         self._handles: list[Any] = []
         self._tails: list[LogTail] = []
+        self._raylet: int | None = None  # pidfd
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT; then drains.
 
         Raises:
-            TailpackError: they cannot be started. Unavailable: Ray cannot be reached, or has given a worker up.
+            TailpackError: they cannot be started. Unavailable: Ray cannot be reached, has ended, or has given a worker
+                up.
         """
         config = self.config
         if config.drained_file is not None:
@@ -200,6 +219,10 @@ class Node:
 
         config = self.config
         node_id = ray.get_runtime_context().get_node_id()
+        (here,) = (each for each in ray.nodes() if each["NodeID"] == node_id)
+        self._raylet = server_pidfd(here["RayletSocketName"])
+        if self._raylet is None:
+            log.warning("Ray's process is not visible from here: its end will not be noticed", node=node_id)
         gpus = actor.gpus_of(node_id, GPU_TIMEOUT_S) if config.device == "cuda" else ()
         wanted = devices(config.device, config.workers, gpus)
         for index, gpu in enumerate(wanted):
@@ -225,6 +248,12 @@ class Node:
         while not stop.is_set():
             ready = all(await asyncio.gather(*(self._is_ready(handle) for handle in self._handles)))
             self._pass_logs_on()
+            if self._raylet is not None and has_ended(self._raylet):
+                raise Unavailable(
+                    "this node's Ray has ended",
+                    reason="RAY_ENDED",
+                    hint="see why in its container's log; with Ray started again, start this again",
+                )
             if ready != self.ready:
                 log.info("all workers are ready" if ready else "a worker is not ready")
                 if ready:

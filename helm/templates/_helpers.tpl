@@ -15,7 +15,7 @@ rayObjectManager: 6381
 rayRuntimeEnvAgent: 6382
 rayAgentGrpc: 6383
 rayAgentHttp: 6384
-rayMetrics: 6385
+rayMetrics: 6385 # nothing is there: Ray has metrics with its extra "default" only, which the images do without
 rayWorkerFirst: 20000
 rayWorkerLast: 20199
 {{- end }}

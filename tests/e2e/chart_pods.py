@@ -1,7 +1,7 @@
 """A chart's rendered objects as pods of ``tests.e2e.pods``: what kubelet, KubeRay and the Services do with them.
 
 KubeRay's part is written down here, from its documentation: the first container of each Ray pod gets its command from
-rayStartParams, Ray's address and token by environment, and waits for the head.
+rayStartParams, Ray's address and token by environment, and waits for the head with `ray health-check`.
 """
 
 from __future__ import annotations
@@ -68,12 +68,15 @@ class ChartCluster:
         return found
 
     def template(self, component: str, group: str = "") -> Object:
-        """The pod template of a component: router, head, worker (of a group), client (of `helm test`)."""
+        """The pod template of a component: router, head, worker (of a group), client and load (of `helm test`)."""
         if component == "router":
             return dict(self.of_kind("Deployment")[0]["spec"]["template"])
         if component == "client":
             (pod,) = (each for each in self.of_kind("Pod") if each["metadata"]["labels"][COMPONENT] == "client")
             return dict(pod)
+        if component == "load":
+            (job,) = self.of_kind("Job")
+            return dict(job["spec"]["template"])
         if component == "head":
             return dict(self.ray["spec"]["headGroupSpec"]["template"])
         (found,) = (each for each in self.ray["spec"]["workerGroupSpecs"] if each["groupName"] == group)
@@ -97,14 +100,21 @@ class ChartCluster:
             pod.run(self._resolved(init, pod, volumes, spec))
             self.await_probe(pod, init["name"], "startupProbe")
         ray_params = self._ray_params(component, group)
-        if component == "worker":  # KubeRay's init container wait-gcs-ready
-            head = next(each for each in self.pods.values() if each.labels[COMPONENT] == "head")
-            wait_for("Ray's head", lambda: self._connects(head.ip, GCS_PORT))
         for index, container in enumerate(spec["containers"]):
             made_by_kuberay = self._kuberay(component, ray_params) if index == 0 and ray_params is not None else None
+            if component == "worker" and made_by_kuberay is not None:
+                self._wait_gcs_ready(pod, self._resolved(container, pod, volumes, spec, made_by_kuberay))
             pod.run(self._resolved(container, pod, volumes, spec, made_by_kuberay))
         self.publish()
         return pod
+
+    def _wait_gcs_ready(self, pod: Pod, ray: ContainerSpec) -> None:
+        """KubeRay's init container of this name, with Ray's image, mounts and environment; the kvstore's mounts are the
+        same.
+        """
+        environment = [f"{name}={value}" for name, value in ray.env.items()]
+        asked = ["env", *environment, "ray", "health-check", "--address", f"{self._head_name()}:{GCS_PORT}"]
+        wait_for("Ray's head", lambda: pod.containers["kvstore"].exec(asked).returncode == 0)
 
     def delete(self, name: str, *, grace_s: float | None = None) -> dict[str, int | None]:
         """Ends a pod as kubelet does: hooks, SIGTERM, then its sidecars; SIGKILL to what is left after its grace.

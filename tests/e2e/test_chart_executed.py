@@ -3,8 +3,7 @@
 One cluster of pods for all tests here, brought up over TLS with tokens and Ray's token; then probed, called, upgraded
 and drained, in this order. What it stands on is in tests/e2e/pods.py and chart_pods.py.
 
-In CI there is one worker pod. With two, they are also replaced one by one under load:
-TAILPACK_CHART_WORKERS=2 python -m pytest tests/e2e/test_chart_executed.py
+There are two worker pods; TAILPACK_CHART_WORKERS=1 leaves out what needs both.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tests.e2e.chart_pods import COMPONENT, ChartCluster, allowed
 from tests.e2e.cluster import write_tiny_model
 from tests.e2e.pods import Container, ContainerSpec, Mount, Network, Pod, wait_for
 
-WORKER_PODS = int(os.environ.get("TAILPACK_CHART_WORKERS", "1"))
+WORKER_PODS = int(os.environ.get("TAILPACK_CHART_WORKERS", "2"))
 LONGEST_STREAM_S = 30
 FULL = f"{RELEASE}-tailpack"
 STREAMS, MAX_TOKENS = 3, 300
@@ -45,6 +44,7 @@ workerGroups:
     extraArgs: [--threads=1]
 tls: {{mode: secrets, secrets: {{router: router-tls, worker: worker-tls, client: client-tls}}}}
 tokens: {{secretName: tokens, clientSecret: token}}
+loadTest: {{enabled: true, concurrency: 2, seconds: 2, promptTokens: "16", maxTokens: "8"}}
 """
 
 pytestmark = [
@@ -200,6 +200,13 @@ def test_helm_test_generates_tokens_over_tls(deployment: Deployment) -> None:
     assert "tokens" in generate.log  # --stats
 
 
+def test_the_load_test_measures_over_tls(deployment: Deployment) -> None:
+    pod = deployment.cluster.create("load-test", "load")
+    bench = pod.containers["bench"]
+    assert bench.wait(90) == 0, bench.log
+    assert "tokens/s" in bench.log
+
+
 def test_who_has_no_token_or_no_certificate_is_not_let_in(deployment: Deployment) -> None:
     router = deployment.routers[0].containers["router"]
     address = f"{FULL}.{NAMESPACE}.svc:7700"
@@ -268,7 +275,7 @@ def test_routers_are_replaced_one_by_one_and_no_answer_is_lost(deployment: Deplo
     assert len(caller.finish()) >= STREAMS
 
 
-@pytest.mark.skipif(WORKER_PODS < 2, reason="takes too long for CI; with TAILPACK_CHART_WORKERS=2")
+@pytest.mark.skipif(WORKER_PODS < 2, reason="needs two worker pods: TAILPACK_CHART_WORKERS=2")
 def test_worker_pods_are_replaced_one_by_one_and_no_answer_is_lost(deployment: Deployment) -> None:
     cluster = deployment.cluster
     caller = deployment.caller("caller-workers")
@@ -284,11 +291,66 @@ def test_worker_pods_are_replaced_one_by_one_and_no_answer_is_lost(deployment: D
     caller.finish()
 
 
-def test_a_worker_pod_drains_within_its_grace_and_live_answers_end(deployment: Deployment) -> None:
-    """The last worker pod is told to stop while answers run: those that run end whole, where they are."""
+KILL_WORKER = """
+import os, pathlib, signal
+ours = [each for each in pathlib.Path("/proc").glob("[0-9]*") if os.access(each / "environ", os.R_OK)]
+holders = [each for each in ours if "-control" in (each / "maps").read_text()]
+(worker,) = (each for each in holders if b"kvstore" not in (each / "cmdline").read_bytes())
+signal.pidfd_send_signal(os.pidfd_open(int(worker.name)), signal.SIGKILL)
+"""
+
+
+def cached_of(deployment: Deployment, prompt: str) -> tuple[int, str]:
+    """(tokens of the prompt that came from the KV cache, the answer), asked at a router's own door."""
+    ask = ["env", f"TAILPACK_TOKEN={deployment.token}", "tailpack", "generate", "--router=127.0.0.1:7700"]
+    ask += ["--tls-ca=/etc/tailpack/tls/ca.crt", f"--tls-server-name={FULL}.{NAMESPACE}.svc"]
+    ask += ["--raw", "--json", "--max-tokens=8", "--ignore-eos", "--retries=20", "--prefix-reuse=exact", prompt]
+    done = deployment.routers[0].containers["router"].exec(ask, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    chunks = [json.loads(line) for line in done.stdout.splitlines()]
+    return int(chunks[-1]["usage"]["cached_prompt_tokens"]), "".join(chunk["text"] for chunk in chunks)
+
+
+def test_the_cache_outlives_the_worker_and_ray_but_not_the_pod(deployment: Deployment) -> None:
+    """The kvstore is a container of its own, and may end workers: one process namespace, one user."""
     cluster = deployment.cluster
     for spare in deployment.workers[1:]:
         cluster.delete(spare.name)
+    pod = deployment.workers[0]
+    del deployment.workers[1:]
+    prompt = "What a pod keeps when its worker ends. " * 12
+    first, answer = cached_of(deployment, prompt)
+    assert first == 0
+    assert cached_of(deployment, prompt)[0] >= 128  # whole pages
+    store = pod.containers["kvstore"].main
+
+    killed = pod.containers["kvstore"].exec(["python", "-c", KILL_WORKER])
+    assert killed.returncode == 0, killed.stderr
+    wait_for("the worker's end is seen", lambda: not cluster.ready(pod), 30, 0.1)
+    cluster.await_ready(pod)
+    cached, again = cached_of(deployment, prompt)
+    assert cached >= 128 and again == answer
+
+    ray = pod.containers["ray-worker"].main
+    assert ray is not None
+    ray.kill()
+    wait_for("Ray's end is seen", lambda: not cluster.ready(pod), 60, 0.1)
+    cluster.await_ready(pod)
+    cached, again = cached_of(deployment, prompt)
+    assert cached >= 128 and again == answer
+    assert cluster.restarts[f"{pod.name}/ray-worker"] and not cluster.restarts[f"{pod.name}/kvstore"]
+    assert pod.containers["kvstore"].main == store
+
+    new = cluster.create("worker-new", "worker", "cpu")  # what replaces a pod begins without a cache
+    cluster.await_ready(new)
+    cluster.delete(pod.name)
+    deployment.workers[:] = [new]
+    assert cached_of(deployment, prompt) == (0, answer)
+
+
+def test_a_worker_pod_drains_within_its_grace_and_live_answers_end(deployment: Deployment) -> None:
+    """The last worker pod is told to stop while answers run: those that run end whole, where they are."""
+    cluster = deployment.cluster
     caller = deployment.caller("caller-drain", streams=8, max_tokens=900, turns=1)
     caller.await_events("began", 8)
     began = time.monotonic()
@@ -311,7 +373,9 @@ def test_connections_stay_inside_the_network_policies(deployment: Deployment) ->
 def test_the_policies_say_no(deployment: Deployment) -> None:
     """What is judged by them would be found: who may not call whom."""
     policies = deployment.cluster.of_kind("NetworkPolicy")
-    labels = {pod.labels[COMPONENT]: pod.labels for pod in deployment.cluster.network.pods}
+    cluster = deployment.cluster
+    templates = {each: cluster.template(each, "cpu") for each in ("client", "router", "worker", "head")}
+    labels = {name: template["metadata"]["labels"] for name, template in templates.items()}
     stranger = {"app": "stranger"}
     for source, target, port in (
         (labels["client"], labels["worker"], 7730),

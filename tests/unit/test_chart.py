@@ -686,8 +686,7 @@ ALLOWED: dict[tuple[str, str], set[Any]] = {
     ("app", "router"): {GRPC, HTTP},
     ("client", "router"): {GRPC},
     ("prometheus", "router"): {7703},
-    ("prometheus", "worker"): {7721, 6385, *range(7750, 7758)},
-    ("prometheus", "head"): {6385},
+    ("prometheus", "worker"): {7721, *range(7750, 7758)},
     ("router", "worker"): set(range(7730, 7738)),
     ("worker", "worker"): set(RAY),
     ("worker", "head"): {GCS, *RAY},
@@ -697,7 +696,7 @@ ALLOWED: dict[tuple[str, str], set[Any]] = {
     ("worker", "otel"): {4317},
     **{(each, "dns"): DNS for each in ("router", "worker", "head", "client")},
 }
-OTHERS = {22, 7702, 7722, 7723, 7738, 7758, 8265, 10001, 6386, 20200, "7700/UDP"}
+OTHERS = {22, 7702, 7722, 7723, 7738, 7758, 8265, 10001, 6385, 6386, 20200, "7700/UDP"}
 PROBED: set[Any] = set[Any]().union(*ALLOWED.values()) | OTHERS
 
 

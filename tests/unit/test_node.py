@@ -5,14 +5,17 @@ What Ray does is run for real in tests/e2e/test_chart_executed.py.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protos.errors import CapacityError, ConfigError
+from protos.errors import CapacityError, ConfigError, Unavailable
 from protos.metrics import OFF
 from worker import node
 from worker.gpu import Gpu
@@ -97,3 +100,44 @@ def test_logs_are_passed_on_once_and_whole(tmp_path: Path, monkeypatch: pytest.M
         writer.write(b"fourth\n")  # appended: where the file ends now
         tail.pass_on(out)
         assert out.getvalue() == b"first second\nthird\nfourth\n" and path.stat().st_size == 7
+
+
+LISTENER = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as door:
+    door.bind(sys.argv[1])
+    door.listen()
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_end_of_who_listens_at_a_socket_is_seen(tmp_path: Path) -> None:
+    path = str(tmp_path / "raylet")
+    started = [sys.executable, "-c", LISTENER, path]
+    with subprocess.Popen(started, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as listener:
+        assert listener.stdout is not None and listener.stdout.readline()
+        pidfd = node.server_pidfd(path)
+        assert pidfd is not None
+        assert not node.has_ended(pidfd)
+        listener.kill()
+        listener.wait(20)
+        assert node.has_ended(pidfd)  # also where another one listens there by now
+        os.close(pidfd)
+    with pytest.raises(OSError):
+        node.server_pidfd(path)
+
+
+async def test_workers_are_given_up_when_this_nodes_ray_has_ended(tmp_path: Path) -> None:
+    """Ray's driver goes on without its raylet and hears nothing more of it."""
+    driver = node.Node(config(tmp_path))
+    reader, writer = os.pipe()
+    driver._raylet = reader  # as a pidfd: readable when it is over
+    watched = asyncio.create_task(driver._watch(asyncio.Event()))
+    await asyncio.sleep(0)
+    assert not watched.done()
+    os.close(writer)
+    with pytest.raises(Unavailable) as ended:
+        await asyncio.wait_for(watched, 20)
+    assert ended.value.reason == "RAY_ENDED"
+    os.close(reader)
