@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from kernels import loader
 from kernels.errors import ArgumentError
-from kernels.step_cells import linear_cell
+from kernels.step_cells import LinearTiling, linear_cell
 
 MAX_ROWS = 8
 BLOCK = 128  # of FP8 weights, both ways
@@ -43,6 +43,10 @@ class LinearArgs(ctypes.Structure):
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("eps", ctypes.c_float),
+        ("prefetch", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("prefetch_bytes", ctypes.c_int64),
+        ("prefetch_limit", ctypes.c_int32),
     )
 
 
@@ -111,13 +115,17 @@ def linear_few(x: Tensor, linear: LinearWeight, residual: Tensor | None = None) 
 class FewLinear:
     """One weight's product on a GPU. Raises ArgumentError (shapes, dtypes, alignment), MachineError (loader)."""
 
-    def __init__(self, linear: LinearWeight, dtype: torch.dtype, max_rows: int = MAX_ROWS) -> None:
-        """dtype: of x and the result, bf16 (or f16 without FP8). max_rows: of a call, at most 8."""
+    def __init__(
+        self, linear: LinearWeight, dtype: torch.dtype, max_rows: int = MAX_ROWS, tiling: LinearTiling | None = None
+    ) -> None:
+        """dtype: of x and the result, bf16 (or f16 without FP8). max_rows: of a call, at most 8. tiling: another than
+        the kernel's own, to measure it."""
         weight, fp8 = linear.weight, linear.scales is not None
         k = weight.shape[1]
         self._check_weight(linear, dtype, max_rows)
         self.linear, self.dtype, self.device, self.max_rows = linear, dtype, weight.device, max_rows
-        self.cell = linear_cell(ROW_TYPES[dtype], fp8=fp8, norm=linear.norm is not None, gated=linear.gated)
+        norm = linear.norm is not None
+        self.cell = linear_cell(ROW_TYPES[dtype], fp8=fp8, norm=norm, gated=linear.gated, tiling=tiling)
         self.arguments = LinearArgs(n=linear.width, k=k, eps=linear.eps, weight=weight.data_ptr())
         for name in ("scales", "norm", "bias"):
             value = getattr(linear, name)
@@ -125,6 +133,22 @@ class FewLinear:
                 setattr(self.arguments, name, value.data_ptr())
         self.ctas = -(-linear.width // ROWS_PER_CTA)
         self._launches: dict[int, loader.PreparedLaunch] = {}
+
+    def prefetch(self, weight: Tensor, num_tokens: Tensor, limit: int) -> None:
+        """Ask for `weight`, whose product comes next but for attention, to be in the second-level cache by then.
+
+        num_tokens: i32, of each row of a call; not asked for where they are together more than `limit`.
+        """
+        arguments, num_bytes = self.arguments, weight.numel() * weight.element_size()
+        if weight.data_ptr() % _ALIGNMENT or num_bytes % _ALIGNMENT or num_tokens.dtype != torch.int32:
+            raise _error(
+                "what is asked for must lie at multiples of 16 bytes",
+                f"{num_bytes} bytes at {weight.data_ptr():#x}, lengths {num_tokens.dtype}",
+                "multiples of 16 bytes, int32 lengths",
+                "leave it out",
+            )
+        arguments.prefetch, arguments.prefetch_bytes = weight.data_ptr(), num_bytes
+        arguments.num_tokens, arguments.prefetch_limit = num_tokens.data_ptr(), limit
 
     def load(self) -> None:
         """Load the kernel, compiling it first where no archive has it; not allowed inside a capture."""

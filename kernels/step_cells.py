@@ -5,25 +5,39 @@ None of them is declared yet: they compile on demand, some seconds each, until a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kernels.cells import ROW_TYPES, Cell
 
 STEP_KERNELS = ("begin", "embed", "norm", "rope", "swiglu")
 
 
-def linear_cell(row_type: str, *, fp8: bool, norm: bool, gated: bool) -> Cell:
+class LinearTiling(NamedTuple):
+    """depth: pieces of 64 bytes of each weight row under way a lane. ctas: that share an SM, which bounds registers."""
+
+    depth: int
+    ctas: int
+
+
+def linear_tiling(gated: bool) -> LinearTiling:
+    """Eight loads of 16 bytes under way a lane, in so few registers that three CTAs share an SM."""
+    return LinearTiling(2 if gated else 4, 3)
+
+
+def linear_cell(row_type: str, *, fp8: bool, norm: bool, gated: bool, tiling: LinearTiling | None = None) -> Cell:
     """x W^T of up to eight rows (csrc/linear_few.cuh). fp8: weights are e4m3 with a scale a block of 128 x 128."""
     flags = [name for name, on in (("fp8", fp8), ("norm", norm), ("gated", gated)) if on]
-    variant = "-".join([row_type, *flags])
+    depth, ctas = tiling or linear_tiling(gated)
+    variant = "-".join([row_type, *flags, *([f"d{depth}c{ctas}"] if tiling else [])])
     kernel = f"linear_{variant.replace('-', '_')}"
-    # Eight loads of 16 bytes are under way a lane, in so few registers that three CTAs share an SM.
     defines = {
         "TAILPACK_KERNEL_LINEAR": kernel,
         "TAILPACK_TYPE": ROW_TYPES[row_type],
         "TAILPACK_FP8": str(int(fp8)),
         "TAILPACK_NORM": str(int(norm)),
         "TAILPACK_GATED": str(int(gated)),
-        "TAILPACK_DEPTH": "2" if gated else "4",
-        "TAILPACK_CTAS": "3",
+        "TAILPACK_DEPTH": str(depth),
+        "TAILPACK_CTAS": str(ctas),
     }
     return Cell("linear_few.cu", 0, "few", variant, (kernel,), tuple(defines.items()), tensor_kernels=(kernel,))
 

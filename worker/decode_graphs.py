@@ -52,7 +52,7 @@ class DecodeGraphs:
         attention: of ``kv``, on the GPU.
         max_sequences, max_sequence_tokens: the largest step.
         buckets: numbers of rows to capture, those above ``max_sequences`` left out, that itself added.
-        few_rows, fp8: see ``DecodeLayers``.
+        few_rows, prefetch_tokens, fp8: see ``DecodeLayers``.
     """
 
     def __init__(
@@ -65,13 +65,16 @@ class DecodeGraphs:
         max_sequence_tokens: int,
         buckets: Sequence[int] = BUCKETS,
         few_rows: int = MAX_ROWS,
+        prefetch_tokens: int = 0,
         fp8: bool = False,
     ) -> None:
         self._device = network.device
         self.buckets = tuple(sorted({*(b for b in buckets if b < max_sequences), max_sequences}))
         vocab_size = network.config.vocab_size
         self.state = DecodeState(kv.geometry, vocab_size, max_sequences, max_sequence_tokens, self._device)
-        self.layers = DecodeLayers(network, kv, self.state, attention, few_rows=few_rows, fp8=fp8)
+        self.layers = DecodeLayers(
+            network, kv, self.state, attention, few_rows=few_rows, prefetch_tokens=prefetch_tokens, fp8=fp8
+        )
         self._replays: dict[int, Replay] = {}
         self._rows: dict[int, int] = {}  # of the steps whose tokens are kept
         count = SLOTS if self._device.type == "cuda" else 0

@@ -37,6 +37,8 @@ class DecodeLayers:
     Args:
         attention: of ``kv``; its kernels are used by turns with the eager step's, on one stream.
         few_rows: up to so many rows go through our own products; 0: none do.
+        prefetch_tokens: where the sequences of a step have so many tokens together or fewer, a layer's attention
+            leaves the memory idle, and the weight behind it is brought nearer meanwhile; 0: never.
         fp8: our own products read weights of their own, quantised here to FP8 in blocks of 128 x 128; then ``max_rows``
             is at most 8.
 
@@ -52,6 +54,7 @@ class DecodeLayers:
         attention: GpuAttention,
         *,
         few_rows: int = MAX_ROWS,
+        prefetch_tokens: int = 0,
         fp8: bool = False,
     ) -> None:
         if fp8 and state.max_rows > min(few_rows, MAX_ROWS):
@@ -72,6 +75,10 @@ class DecodeLayers:
         self.weight_bytes, self.fp8 = 0, fp8
         self._products = [self._few(layer, fp8) for layer in network.layers] if self._few_rows else []
         self._lm_head = self._one(network.lm_head, network.norm, fp8=fp8) if self._few_rows else None
+        if prefetch_tokens:
+            for products in self._products:
+                lengths = state.row_words("num_tokens", rows)
+                products.qkv.prefetch(products.o.linear.weight, lengths, prefetch_tokens)
         heads = c.q_heads + 2 * c.kv_heads
         self._x, self._delta, self._normed = (like.new_empty(rows, c.hidden) for _ in range(3))
         self._qkv = like.new_empty(rows, heads * c.head_dim)

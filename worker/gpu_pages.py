@@ -10,7 +10,7 @@ wrote the pages, because the store cannot read them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
@@ -36,6 +36,27 @@ from worker.kv_view import KvView, RegionView, Workspace
 log = structlog.get_logger("engine")
 
 _WORDS = (1 << 64) - 1  # checksums are unsigned, torch's integers are not
+
+
+@dataclass(frozen=True)
+class Sealing:
+    """Pages that are being packed on the device."""
+
+    pages: tuple[PageRows, ...]
+    _results: torch.Tensor  # i64, in host memory once ``_done``: a checksum a page, then the flag of a bad row
+    _done: torch.cuda.Event | None
+
+    @property
+    def is_done(self) -> bool:
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def checksums(self) -> list[int]:
+        """Waits until the pages are packed. Raises RowError: a row is not finite; they are not to be used."""
+        if self._done is not None:
+            self._done.synchronize()
+        *checksums, first_bad_row = self._results.tolist()
+        raise_bad_row(first_bad_row, self.pages)
+        return [checksum & _WORDS for checksum in checksums]
 
 
 class GpuPages:
@@ -74,20 +95,32 @@ class GpuPages:
         Raises:
             RowError: a row is not finite. Then the pages are not to be used.
         """
+        return self.start_seal(group, pages, workspace).checksums()
+
+    def start_seal(self, group: str, pages: Sequence[PageRows], workspace: Workspace | None = None) -> Sealing:
+        """As ``seal``, without waiting: what is launched next on this stream finds the pages packed.
+
+        ``workspace`` None: all rows are in tails.
+        """
         due = self._groups[group]
-        sources = tuple(
-            replace(source, workspace=workspace.of(view))
-            for source, view in zip(due.sources, self._views[group], strict=True)
-        )
         device = due.arena.device
-        due = replace(due, regions=region_table(sources).to(device), sources=sources)
+        if workspace is not None:
+            sources = tuple(
+                replace(source, workspace=workspace.of(view))
+                for source, view in zip(due.sources, self._views[group], strict=True)
+            )
+            due = replace(due, regions=_on(region_table(sources), device), sources=sources)
         results = torch.zeros(len(pages) + 1, dtype=torch.int64)
         results[-1] = NO_BAD_ROW
-        results = results.to(device)
+        results = _on(results, device)
         seal_pages(due, _table(due, pages, seal=True), results[:-1], results[-1:])
-        *checksums, first_bad_row = results.tolist()
-        raise_bad_row(first_bad_row, pages)
-        return [checksum & _WORDS for checksum in checksums]
+        if device.type != "cuda":
+            return Sealing(tuple(pages), results, None)
+        told = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+        told.copy_(results, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return Sealing(tuple(pages), told, done)
 
     def refill(self, group: str, pages: Sequence[PageRows]) -> None:
         """Unpacks tokens [begin, end) of the pages into the tail rings that they name."""
@@ -98,7 +131,12 @@ class GpuPages:
 def _table(group: PageGroup, pages: Sequence[PageRows], *, seal: bool = False) -> torch.Tensor:
     if any(page.page < 0 for page in pages):  # which the kernels would skip without a word
         raise InternalError("rows of a page that is not held", given=[page.page for page in pages], allowed="0 or more")
-    return page_table(group, pages, seal=seal).to(group.arena.device)
+    return _on(page_table(group, pages, seal=seal), group.arena.device)
+
+
+def _on(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device; of a GPU's, nobody waits for it."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def _sources(group: LayerGroup, views: Sequence[RegionView]) -> list[RegionRows]:

@@ -16,6 +16,10 @@
 //   bias [weight rows] (or null) is added to the sum; then it is rounded to T; then residual [rows][n] (or null) is added.
 //   residual may be out itself.
 //
+// prefetch (or null): prefetch_bytes of another weight that each CTA, when it has read its own, asks for its part of, to be
+// in the second-level cache when its product comes: for what follows between, which leaves the memory idle. Not asked for
+// where the rows' num_tokens are together more than prefetch_limit: their KV would push it out again.
+//
 // k: a multiple of 32, in FP8 of 128. Rows of x and weights are contiguous, at multiples of 16 bytes.
 #pragma once
 
@@ -36,6 +40,10 @@ struct LinearArgs {
     int64_t x_stride, residual_stride, out_stride; // elements
     int32_t rows, n, k;
     float eps;
+    const uint8_t* prefetch;
+    const int32_t* num_tokens; // [rows]
+    int64_t prefetch_bytes;
+    int32_t prefetch_limit;
 };
 
 // Four e4m3 codes to two registers of bf16 halves, codes (0, 2) and (1, 3), exactly, times 2^-120: sign and the 7 bits of
@@ -90,6 +98,19 @@ template <typename T> __device__ __forceinline__ void norm_rows(const LinearArgs
         }
     }
     __syncthreads();
+}
+
+constexpr int64_t kPrefetchPiece = 16384;
+
+// One thread of each CTA.
+__device__ __forceinline__ void prefetch_part(const LinearArgs& args) {
+    int64_t tokens = 0;
+    for (int m = 0; m < args.rows; m++) tokens += args.num_tokens[m];
+    if (tokens > args.prefetch_limit) return;
+    const int64_t part = (args.prefetch_bytes / gridDim.x + 15) / 16 * 16, first = part * blockIdx.x;
+    const int64_t end = min(first + part, args.prefetch_bytes);
+    for (int64_t at = first; at < end; at += kPrefetchPiece)
+        prefetch_l2(args.prefetch + at, static_cast<uint32_t>(min(kPrefetchPiece, end - at)));
 }
 
 template <typename T, bool FP8, bool NORM, bool GATED> __device__ __forceinline__ void linear_few(const LinearArgs& args) {
@@ -187,6 +208,7 @@ template <typename T, bool FP8, bool NORM, bool GATED> __device__ __forceinline_
             if (i + d + kDepth < pieces) load(i + d + kDepth, held[d]);
         }
     }
+    if (args.prefetch != nullptr && thread == 0) prefetch_part(args);
 
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile++)

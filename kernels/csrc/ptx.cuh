@@ -157,6 +157,13 @@ __device__ __forceinline__ void lane_copies_arrive(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Ask for memory to be brought into the second-level cache; nobody waits for it. Address and size: multiples of 16.
+__device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // ---- programmatic dependent launch (nothing before sm_90: there a launch waits for the one before it)
 
 __device__ __forceinline__ void launch_dependents() {

@@ -46,7 +46,9 @@ from worker.models.llama import Llama, LlamaConfig
 SECONDS = 270.0  # no case begins later
 CASES = (
     Case("b1-128", 1, 128),
+    Case("b1-128-prefetch", 1, 128, prefetch_tokens=8192),
     Case("b1-128-fp8", 1, 128, fp8=True),
+    Case("b1-128-fp8-prefetch", 1, 128, fp8=True, prefetch_tokens=8192),
     Case("b1-4k", 1, 4096),
     Case("b1-4k-tq4", 1, 4096, "tq4"),
     Case("b8-4k", 8, 4096),
@@ -171,6 +173,15 @@ def _linear(report: Report, device: torch.device) -> None:
                 f"{shape.name}-m{rows}-{kind}",
                 partial(engine_gpu_linear.measure, shape, device, rows, kind),
             )
+    for fp8 in (False, True):
+        for shape in shapes[:4]:
+            for tiling in engine_gpu_linear.GATED_TILINGS if shape.gated else engine_gpu_linear.TILINGS:
+                kind = "ours fp8" if fp8 else "ours"
+                report.run(
+                    "linear",
+                    f"{shape.name}-m1-{kind}-d{tiling.depth}c{tiling.ctas}",
+                    partial(engine_gpu_linear.measure, shape, device, 1, kind, tiling),
+                )
     for rows in (1, 64):
         for name, settings in (("greedy", {}), ("top-k-top-p", {"temperature": 0.8, "top_k": 50, "top_p": 0.9})):
             report.run(
@@ -220,7 +231,10 @@ def _build(device: torch.device) -> dict[str, Any]:
         for q, kv in own
         for keys, values in (("dense", "dense"), ("fp8", "fp8"), ("tq4", "tq4"))
     ]
-    cells += [linear_cell("bf16", fp8=fp8, norm=norm, gated=gated) for fp8 in (False, True) for norm, gated in _KINDS]
+    for fp8 in (False, True):
+        for norm, gated in _KINDS:
+            others = engine_gpu_linear.GATED_TILINGS if gated else engine_gpu_linear.TILINGS
+            cells += [linear_cell("bf16", fp8=fp8, norm=norm, gated=gated, tiling=each) for each in (None, *others)]
     cells += [step_cell("bf16"), sample_cell("bf16"), seal_cell(128, "bf16"), fp8_cell("bf16"), APPEND_CELL]
     results = build(dict.fromkeys(cells), [arch], default_folder())
     errors = [f"{result.cell.name}: {result.error}"[:800] for result in results if result.error]

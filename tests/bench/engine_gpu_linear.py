@@ -12,6 +12,7 @@ import torch
 
 from kernels.linear_cuda import FewLinear, LinearWeight, dequantized, linear_few, quantized
 from kernels.sample_cuda import SampleKernel, SampleState
+from kernels.step_cells import LinearTiling
 from tests.bench.kernel_timing import capture
 
 CALLS = 8  # of one graph, each with weights of its own, more than the second-level cache holds
@@ -114,7 +115,13 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
     return {"us": statistics.median(times), "best_us": min(times)}
 
 
-def measure(shape: Shape, device: torch.device, rows: int, kind: str) -> dict[str, Any]:
+TILINGS = (LinearTiling(4, 2), LinearTiling(6, 2), LinearTiling(8, 2), LinearTiling(3, 4))
+GATED_TILINGS = (LinearTiling(3, 2), LinearTiling(4, 2), LinearTiling(2, 2))
+
+
+def measure(
+    shape: Shape, device: torch.device, rows: int, kind: str, tiling: LinearTiling | None = None
+) -> dict[str, Any]:
     """kind: "ours", "ours fp8", "cublas" (the product alone), "scaled_mm" (FP8 blocks by torch)."""
     calls: list[Callable[[], object]] = []
     num_bytes = 0
@@ -125,7 +132,7 @@ def measure(shape: Shape, device: torch.device, rows: int, kind: str) -> dict[st
         out = torch.empty(rows, linear.width, dtype=torch.bfloat16, device=device)
         num_bytes += linear.num_bytes
         if kind.startswith("ours"):
-            few = FewLinear(linear, torch.bfloat16)
+            few = FewLinear(linear, torch.bfloat16, rows, tiling)
             few.load()
             calls.append(partial(few, x, out, out if shape.residual else None))
         elif kind == "cublas":

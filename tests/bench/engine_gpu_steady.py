@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from kernels.pages_cuda import NO_BAD_ROW, PageRows, page_table, seal_pages
+from kernels.pages_cuda import PageRows
 from protos.page_hash import PAGE_TOKENS
 from tests.bench.engine_gpu_model import Cache
 from worker.decode_graphs import DecodeGraphs
 from worker.decode_state import RowStart
-from worker.gpu_pages import GpuPages
+from worker.gpu_pages import GpuPages, Sealing
 from worker.models.gpu_attention import GpuAttention
 from worker.models.llama import Llama
 from worker.sequence import Sampling
@@ -35,21 +35,19 @@ class Case:
     fp8: bool = False  # weights
     steps: int = 256
     few_rows: int = 8
+    prefetch_tokens: int = 0
 
 
 @dataclass
 class Seals:
-    """Packs what is due behind the step that was launched last, on its stream; never waits.
-
-    Checksums and flags stay on the device until ``finish``.
-    """
+    """Packs what is due behind the step that was launched last, on its stream; waits in ``finish`` only."""
 
     cache: Cache
     pages: GpuPages
     graphs: DecodeGraphs
     bases: list[dict[str, int]]
     num_sealed: int = 0
-    late: list[tuple[torch.Tensor, list[PageRows]]] = field(default_factory=list)
+    late: list[Sealing] = field(default_factory=list)
 
     def after(self, num_tokens: int) -> None:
         """All rows have computed so many tokens."""
@@ -68,20 +66,13 @@ class Seals:
                 self.bases[row][name] = first + PAGE_TOKENS
                 self.graphs.set_pages(row, name, first // PAGE_TOKENS, [page])
                 self.graphs.set_base(row, name, first + PAGE_TOKENS)
-            group = self.pages._groups[name]
-            device = group.arena.device
-            table = page_table(group, entries, seal=True)
-            results = torch.zeros(len(entries) + 1, dtype=torch.int64)
-            results[-1] = NO_BAD_ROW
-            if device.type == "cuda":
-                table, results = (x.pin_memory().to(device, non_blocking=True) for x in (table, results))
-            seal_pages(group, table, results[:-1], results[-1:])
-            self.late.append((results, entries))
+            self.late.append(self.pages.start_seal(name, entries))
             self.num_sealed += len(entries)
 
-    def finish(self) -> bool:
-        """Whether every row that was packed was finite."""
-        return all(int(results[-1]) == NO_BAD_ROW for results, _ in self.late)
+    def finish(self) -> None:
+        """Raises RowError: a row that was packed was not finite."""
+        for sealing in self.late:
+            sealing.checksums()
 
 
 def measure(network: Llama, case: Case, read_bytes_s: float, device: torch.device) -> dict[str, Any]:
@@ -105,6 +96,7 @@ def measure(network: Llama, case: Case, read_bytes_s: float, device: torch.devic
         max_sequence_tokens=max_tokens,
         buckets=(),
         few_rows=case.few_rows,
+        prefetch_tokens=case.prefetch_tokens,
         fp8=case.fp8,
     )
     capture_s = graphs.capture()
@@ -132,7 +124,8 @@ def measure(network: Llama, case: Case, read_bytes_s: float, device: torch.devic
         profile = _profiled(graphs, seals, case.rows, length) if on_gpu else {}
         length += PROFILED
         gap = _gaps(graphs, case.rows) if on_gpu else {}
-    fine = all(token >= 0 for tokens in said for token in tokens) and seals.finish()
+    seals.finish()
+    fine = all(token >= 0 for tokens in said for token in tokens)
     step_s = wall_s / case.steps
     weights = _weight_bytes(network, graphs, case)
     kv = cache.kv_bytes((start_tokens + length) // 2)

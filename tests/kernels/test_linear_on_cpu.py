@@ -86,6 +86,19 @@ def test_every_code_is_read_exactly(folder: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("limit", [6, 7])
+def test_another_weight_is_asked_for(folder: Path, limit: int) -> None:
+    """It changes nothing; what it touches lies inside that weight, else the emulator ends."""
+    few = FewLinear(LinearWeight(torch.randn(40, 64).to(torch.bfloat16)), torch.bfloat16)
+    x = torch.randn(2, 64).to(torch.bfloat16)
+    want = run(few, folder, x, None, seed=0)
+    few.prefetch(torch.zeros(100_008, dtype=torch.bfloat16), torch.tensor([3, 4], dtype=torch.int32), limit)
+    assert torch.equal(run(few, folder, x, None, seed=0), want)
+    with pytest.raises(ArgumentError, match="multiples of 16"):
+        few.prefetch(torch.zeros(9, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32), 1)
+
+
+@needs_compiler
 def test_a_row_may_be_added_to_itself(folder: Path) -> None:
     linear = LinearWeight(torch.randn(32, 64).to(torch.bfloat16))
     x, y = torch.randn(2, 64).to(torch.bfloat16), torch.randn(2, 32).to(torch.bfloat16)

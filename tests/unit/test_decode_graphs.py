@@ -117,7 +117,7 @@ def test_greedy_tokens_are_the_engines(harness: Callable[..., Harness], mode: st
 
     ours = harness(**MODES[mode])
     sequences = started(ours, lengths)
-    graphs = graphs_of(ours, few_rows=few_rows)
+    graphs = graphs_of(ours, few_rows=few_rows, prefetch_tokens=400)
     for row, sequence in enumerate(sequences):
         enter(graphs, ours, row, sequence)
     assert run(graphs, len(lengths)) == want

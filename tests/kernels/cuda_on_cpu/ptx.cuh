@@ -65,6 +65,11 @@ inline void store_global_16(void* p, const uint4& v, Where where = Where::here()
     if (reinterpret_cast<uintptr_t>(p) % 16 != 0) cta::fail("store_global_16: an address is a multiple of 16", where);
     std::memcpy(p, &v, sizeof v);
 }
+inline void prefetch_l2(const void* from, uint32_t bytes, Where where = Where::here()) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) cta::fail("prefetch_l2: multiples of 16", where);
+    const volatile uint8_t* bytes_there = static_cast<const uint8_t*>(from);
+    if (bytes > 0) (void)(bytes_there[0] + bytes_there[bytes - 1]);
+}
 inline float4 load_l2_f4(const float* p, Where where = Where::here()) { return load_global<float4>(p, "load_l2_f4", where); }
 inline uint4 load_l2_16(const void* p, Where where = Where::here()) { return load_global<uint4>(p, "load_l2_16", where); }
 inline float2 load_l2_f2(const float* p, Where where = Where::here()) { return load_global<float2>(p, "load_l2_f2", where); }
