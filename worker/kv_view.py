@@ -268,7 +268,7 @@ class KvView:
         """As ``rows_at`` out of packed pages, dequantised and counted under ``reason``."""
         assert view.packed is not None
         per_page, (planes, codec) = view.region.rows_per_page, view.packed
-        pages, rows = place.page_ids[numbers // per_page], numbers % per_page
+        pages, rows = place.page_ids.to(numbers.device)[numbers // per_page], numbers % per_page
         self.counters.rows_dequantised[reason] += len(numbers)
         return codec.unpack(PackedRows(planes.codes[pages, :, rows], planes.scales[pages, :, rows]), view.dtype)
 
