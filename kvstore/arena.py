@@ -207,6 +207,27 @@ class Memory:
             ) from failure
         return Memory((fd,), num_bytes)
 
+    @staticmethod
+    def held(fd: int, num_bytes: int) -> Memory:
+        """Host memory that another process made, and this one was handed.
+
+        Raises:
+            PreconditionFailed: BAD_MEMORY, it is no memfd of this size whose size is sealed: whoever else holds it
+            could cut it off under us.
+        """
+        try:
+            seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
+        except OSError:
+            seals, size = 0, 0
+        if seals & _SIZE_SEALS != _SIZE_SEALS or size != num_bytes:
+            raise PreconditionFailed(
+                "a descriptor is not the memory that it should be",
+                reason="BAD_MEMORY",
+                given=f"{size} bytes, seals {seals:#x}",
+                allowed=f"a memfd of {num_bytes} bytes, seals {_SIZE_SEALS:#x}",
+            )
+        return Memory((fd,), num_bytes)
+
     def map(self, *, populate: bool = False) -> mmap.mmap:
         """A shared, writable mapping of host memory; it holds a descriptor of its own.
 
@@ -258,8 +279,12 @@ class Arenas:
         arenas = self.pages if plan.kind == "arena" else self.tails
         arenas[plan.group] = StoreArena(plan.group, plan.num_pages, plan.page_bytes, memory)
 
+    def all(self) -> list[StoreArena]:
+        """In the order of ``planned_arenas``."""
+        return [*self.pages.values(), *self.tails.values()]
+
     def close(self) -> None:
-        for arena in (*self.pages.values(), *self.tails.values()):
+        for arena in self.all():
             arena.memory.close()
 
 
@@ -294,13 +319,29 @@ def allocate_arenas(
     return made
 
 
-def device_arenas(plans: Sequence[ArenaPlan], sizes: Sequence[tuple[int, ...]], fds: Sequence[int]) -> Arenas:
-    """Arenas of device memory that a worker made: ``fds`` of all chunks in order, which the arenas own from here on."""
+def held_arenas(plans: Sequence[ArenaPlan], sizes: Sequence[tuple[int, ...]], fds: Sequence[int]) -> Arenas:
+    """Arenas of memory that others made: ``fds`` of all arenas in order, of each chunk of a GPU's. The arenas own them
+    from here on; where this raises, they stay the caller's.
+
+    Raises:
+        PreconditionFailed: BAD_MEMORY, of host memory. A GPU's cannot be looked at.
+    """
     made, rest = Arenas({}, {}), list(fds)
     for plan, chunk_bytes in zip(plans, sizes, strict=True):
-        chunks, rest = rest[: len(chunk_bytes)], rest[len(chunk_bytes) :]
-        made.add(plan, Memory(tuple(chunks), plan.num_bytes, chunk_bytes))
+        count = max(1, len(chunk_bytes))
+        here, rest = rest[:count], rest[count:]
+        memory = Memory(tuple(here), plan.num_bytes, chunk_bytes)
+        made.add(plan, memory if chunk_bytes else Memory.held(memory.fd, plan.num_bytes))
     return made
+
+
+def demand_distinct_memory(memories: Sequence[Memory]) -> None:
+    """Raises PreconditionFailed (BAD_MEMORY) where two descriptors of host memory are of the same."""
+    files = [os.fstat(memory.fd) for memory in memories if memory.readable]
+    if len({(file.st_dev, file.st_ino) for file in files}) != len(files):
+        raise PreconditionFailed(
+            "two descriptors are of the same memory", reason="BAD_MEMORY", allowed="memory of its own for each arena"
+        )
 
 
 class _Progress:

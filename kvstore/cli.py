@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore import client
+from kvstore.attachments import DEFAULT_HEARTBEAT_TIMEOUT_S, DEFAULT_ORPHAN_TIMEOUT_S
 from kvstore.server import SOCKET_NAME, serve
 from protos import kvstore_pb2, logs, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
@@ -39,6 +40,22 @@ def kvstore_group() -> None:
     "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="Where Prometheus finds /metrics, or none."
 )
 @health_option
+@advanced_option(
+    "--heartbeat-timeout",
+    type=click.FloatRange(min=1.0),
+    default=DEFAULT_HEARTBEAT_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="A worker that is silent for so long is killed: it may hang, and maps the memory.",
+)
+@advanced_option(
+    "--orphan-timeout",
+    type=click.FloatRange(min=0.0),
+    default=DEFAULT_ORPHAN_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Sequences of a worker that died wait so long for the next one.",
+)
 @server_tls_options
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log; default: text at a terminal, else JSON.")
 def serve_command(
@@ -46,6 +63,8 @@ def serve_command(
     memory_limit: int | None,
     metrics: str,
     health: str,
+    heartbeat_timeout: float,
+    orphan_timeout: float,
     tls_cert: Path | None,
     tls_key: Path | None,
     tls_client_ca: Path | None,
@@ -62,7 +81,16 @@ def serve_command(
 
     tls = server_tls(tls_cert, tls_key, tls_client_ca)
     rpc.run(
-        serve(socket_dir, memory_limit=memory_limit, on_ready=ready, metrics=metrics, metrics_tls=tls, health=health)
+        serve(
+            socket_dir,
+            memory_limit=memory_limit,
+            on_ready=ready,
+            metrics=metrics,
+            metrics_tls=tls,
+            health=health,
+            heartbeat_timeout_s=heartbeat_timeout,
+            orphan_timeout_s=orphan_timeout,
+        )
     )
 
 

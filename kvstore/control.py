@@ -125,6 +125,7 @@ class ControlBlock:
         self._committed = self.slots["committed"]
         self._packed = self.slots["packed"]
         self._filling = self.slots["filling"]
+        self._saved = self.slots["saved"]
 
     @classmethod
     def format(
@@ -175,6 +176,11 @@ class ControlBlock:
     def device(self) -> str:
         text = bytes(self._header["device"][0][: int(self._header["device_bytes"][0])])
         return text.decode("utf-8", "replace")
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Of each group."""
+        return tuple(int(num_bytes) for num_bytes in self._groups["page_bytes"])
 
     @property
     def weights_digest(self) -> bytes:
@@ -228,6 +234,16 @@ class ControlBlock:
         """
         self._filling[slot] = num_tokens
 
+    def mark_saved(self, slot: int, num_tokens: int, in_slot: int) -> None:
+        """Set while rows of the tail are overwritten that the committed length needs and ``num_tokens``, which is
+        committed next, does not: the tails of ``in_slot``, which nobody has, are what this slot's were.
+        """
+        self._saved[slot] = num_tokens << 32 | in_slot + 1
+
+    def clear_saved(self, slot: int) -> None:
+        """Behind the commit; or the tails are what they were."""
+        self._saved[slot] = 0
+
     # --- reading ---
 
     def logged(self, slot: int) -> int:
@@ -245,6 +261,11 @@ class ControlBlock:
     def is_filling(self, slot: int) -> bool:
         """Whether the committed length is one whose tail was not filled yet: see ``mark_filling``."""
         return 0 < int(self._filling[slot]) <= int(self._committed[slot])
+
+    def saved_in(self, slot: int) -> int | None:
+        """Where the tails of a slot are that its worker did not come to commit: see ``mark_saved``. None: in place."""
+        num_tokens, in_slot = divmod(int(self._saved[slot]), 1 << 32)
+        return in_slot - 1 if num_tokens > self.committed(slot) else None
 
     def is_live(self, slot: int) -> bool:
         return 0 <= slot < self.shape.max_sequences and int(self._state[slot]) == SLOT_LIVE
@@ -298,7 +319,18 @@ class ControlBlock:
     def _text(self, slot: int, name: str) -> bytes:
         return bytes(self.slots[name][slot][: int(self.slots[f"{name}_bytes"][slot])])
 
+    def copy(self) -> ControlBlock:
+        """All of it as it is now, in memory that nobody else can change."""
+        return ControlBlock(memoryview(bytearray(self._bytes)))
+
     # --- the store's writes ---
+
+    def replay(self) -> int:
+        """Finishes the writes of a call that was cut off in another process; returns how many.
+
+        Raises PreconditionFailed (BAD_CONTROL_BLOCK); nothing was written.
+        """
+        return self.journal.replay(range(self._sections["pages"][0], self._sections["token_log"][0]))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -332,22 +364,21 @@ class ControlBlock:
         self.page_ids[slot] = NO_PAGE_ID
         for name, value in (("request_id", request_id), ("salt", salt), ("frozen", frozen)):
             entry[f"{name}_bytes"] = _put(entry[name], value)
-        self._committed[slot] = self._packed[slot] = self._filling[slot] = 0
+        self._committed[slot] = self._packed[slot] = self._filling[slot] = self._saved[slot] = 0
         self._token_log[slot, : len(prompt)] = np.fromiter(prompt, dtype=np.uint32, count=len(prompt))
         self._logged[slot] = len(prompt)
         self._write_word(slot, "state", SLOT_LIVE)
 
     def close_slot(self, slot: int) -> None:
         self._write_word(slot, "state", SLOT_FREE)
-        for name in ("logged", "committed", "packed", "filling"):
+        for name in ("logged", "committed", "packed", "filling", "saved"):
             self._write_word(slot, name, 0)
         for group in self.group_names:
             self.journal.write(self._group_at(slot, group), bytes(SEQUENCE_GROUP_DTYPE.itemsize))
 
-    def adopt_slot(self, slot: int, epoch: int) -> None:
-        """The sequence is another attachment's from here on; what the one before had begun is over."""
+    def write_epoch(self, slot: int, epoch: int) -> None:
+        """The sequence is another attachment's from here on."""
         self._write_word(slot, "epoch", epoch)
-        self.forget_packed(slot)
 
     def forget_packed(self, slot: int) -> None:
         """Pages are about to be handed out that are not written."""
@@ -362,6 +393,7 @@ class ControlBlock:
         self._write_word(slot, "logged", min(self.logged(slot), num_tokens))
         self.forget_packed(slot)
         self._write_word(slot, "filling", 0)
+        self._write_word(slot, "saved", 0)
 
     def write_group(self, slot: int, group: str, record: GroupRecord) -> None:
         """Sets what a sequence holds in one group; once in a call."""

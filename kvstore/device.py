@@ -10,7 +10,7 @@ from functools import partial
 import structlog
 
 from kvstore import messages
-from kvstore.answers import Admitted, Checkpointed, Forked, NewPage, Refused, SealResult, Truncated
+from kvstore.answers import Admitted, Adopted, Checkpointed, Forked, NewPage, Refused, SealResult, Truncated
 from kvstore.arena import (
     ArenaPlan,
     Arenas,
@@ -18,12 +18,13 @@ from kvstore.arena import (
     allocate_arenas,
     chunk_sizes,
     close_all,
-    device_arenas,
+    demand_distinct_memory,
+    held_arenas,
     pages_per_group,
     planned_arenas,
 )
 from kvstore.checksum import NO_CHECKSUM
-from kvstore.control import ControlBlock, check_fits
+from kvstore.control import ControlBlock, bad_block, check_fits
 from kvstore.control_layout import MAX_FROZEN_BYTES, MAX_ID_BYTES, ControlShape, page_flags
 from kvstore.device_stats import device_stats
 from kvstore.events import EventLog
@@ -31,11 +32,13 @@ from kvstore.geometry import CacheGeometry
 from kvstore.group_record import record_of
 from kvstore.memory_limit import check_memory
 from kvstore.pages import PageState
+from kvstore.rebuild import demand_same, rebuild
+from kvstore.recovery import LastWords, demand_possible, last_words, why_void
 from kvstore.sequence_pages import SealedPage
 from kvstore.sequences import SequenceTable
 from kvstore.verify import Verifier
 from protos import kvstore_pb2
-from protos.errors import ConfigError, InvalidRequest, PreconditionFailed
+from protos.errors import ConfigError, InternalError, InvalidRequest, PreconditionFailed
 from protos.page_hash import ROOT
 
 log = structlog.get_logger("kvstore.device")
@@ -132,6 +135,14 @@ class DeviceSpec:
             return arenas, [()] * len(arenas)
         return arenas, chunk_sizes(arenas, self.memory_granularity)
 
+    def entries(self) -> list[kvstore_pb2.FdEntry]:
+        """What a worker maps, in order: the control block, then the arenas.
+
+        Raises ConfigError when the arenas have no room for tails and a page of each group.
+        """
+        control = kvstore_pb2.FdEntry(kind="control", num_bytes=self.control_shape.num_bytes)
+        return [control, *messages.arena_entries(*self.plan())]
+
     @property
     def host_bytes(self) -> int:
         """Host memory that the device takes: control block, and arenas that are not a GPU's."""
@@ -160,18 +171,11 @@ class NewSequence:
 class Device:
     """Owns the memory of one device. Methods run on one thread; ``allocate`` may run on any."""
 
-    def __init__(self, spec: DeviceSpec, arenas: Arenas, control_memory: Memory) -> None:
+    def __init__(self, spec: DeviceSpec, arenas: Arenas, control_memory: Memory, control: ControlBlock) -> None:
         self.spec = spec
         self.arenas = arenas
         self.control_memory = control_memory
-        self.control = ControlBlock.format(
-            control_memory.map(),
-            spec.control_shape,
-            device=spec.device,
-            geometry_digest=spec.geometry.digest(),
-            weights_digest=spec.weights_digest,
-            groups={group.name: group.page_bytes for group in spec.geometry.groups},
-        )
+        self.control = control
         self.events = EventLog(secrets.token_hex(8), EVENTS_KEPT)
         self.table = SequenceTable(
             spec.geometry,
@@ -200,8 +204,16 @@ class Device:
         except BaseException:
             close_all(fds)
             raise
+        control = ControlBlock.format(
+            control_memory.map(),
+            spec.control_shape,
+            device=spec.device,
+            geometry_digest=spec.geometry.digest(),
+            weights_digest=spec.weights_digest,
+            groups={group.name: group.page_bytes for group in spec.geometry.groups},
+        )
         if spec.on_gpu:
-            return Device(spec, device_arenas(*spec.plan(), fds), control_memory)
+            return Device(spec, held_arenas(*spec.plan(), fds), control_memory, control)
         try:
             arenas = allocate_arenas(
                 spec.geometry,
@@ -213,15 +225,116 @@ class Device:
         except BaseException:
             control_memory.close()
             raise
-        return Device(spec, arenas, control_memory)
+        return Device(spec, arenas, control_memory, control)
+
+    @staticmethod
+    def take_over(spec: DeviceSpec, fds: Sequence[int]) -> Device:
+        """The memory of a store that is gone, with its sequences as they stand in the control block.
+
+        Args:
+            fds: of ``spec.entries()``. They are the device's from here on.
+
+        Raises:
+            PreconditionFailed: BAD_MEMORY, a descriptor is not what it should be; BAD_CONTROL_BLOCK. Nothing is left
+            behind then.
+        """
+        try:
+            control_memory = Memory.held(fds[0], spec.control_shape.num_bytes)
+            arenas = held_arenas(*spec.plan(), fds[1:])
+            demand_distinct_memory([control_memory, *(arena.memory for arena in arenas.all())])
+            control = ControlBlock(control_memory.map())
+            demand_same(
+                control,
+                spec.control_shape,
+                device=spec.device,
+                geometry=spec.geometry,
+                weights_digest=spec.weights_digest,
+            )
+            finished = control.replay()
+            device = Device(spec, arenas, control_memory, control)
+            rebuild(device.table, control.copy())
+            device.verify_rebuilt()
+        except BaseException:
+            close_all(fds)
+            raise
+        log.info(
+            "memory of another store taken over",
+            device=spec.device,
+            sequences=len(device.table),
+            pages_cached={name: table.num_cached for name, table in device.table.groups.items()},
+            pages_sealed={name: table.num_sealed for name, table in device.table.groups.items()},
+            writes_finished=finished,
+            checkpoints="forgotten: they are not in the control block" if spec.checkpoint_slots else "none",
+        )
+        return device
+
+    def verify_rebuilt(self) -> None:
+        """Raises PreconditionFailed (BAD_CONTROL_BLOCK) where the tables do not give back the block they came from."""
+        try:
+            problems = self.verifier.tables()
+        except InternalError as contradiction:
+            raise bad_block("it contradicts itself", contradiction.message, contradiction.allowed) from contradiction
+        if problems:
+            raise bad_block("it contradicts itself", problems[0], "no problem")
 
     def manifest(self) -> tuple[kvstore_pb2.FdManifest, list[int]]:
         """What a worker maps, and the descriptors in the same order. The device keeps owning them."""
-        control = kvstore_pb2.FdEntry(kind="control", num_bytes=self.control_memory.num_bytes)
-        arenas, sizes = self.spec.plan()
-        held = [*self.arenas.pages.values(), *self.arenas.tails.values()]
-        fds = [fd for memory in (self.control_memory, *(arena.memory for arena in held)) for fd in memory.fds]
-        return kvstore_pb2.FdManifest(entries=[control, *messages.arena_entries(arenas, sizes)]), fds
+        memories = (self.control_memory, *(arena.memory for arena in self.arenas.all()))
+        return kvstore_pb2.FdManifest(entries=self.spec.entries()), [fd for memory in memories for fd in memory.fds]
+
+    # --- the ends of attachments ---
+
+    def adopt(self, epoch: int, *, living: bool) -> list[Adopted]:
+        """Makes the sequences that are there those of a new attachment.
+
+        Args:
+            living: their worker goes on with them (its store is gone); else it is gone, and what it had begun is
+                settled first.
+
+        Raises:
+            PreconditionFailed: BAD_CONTROL_BLOCK, the worker left lengths that cannot be. Nothing was changed.
+        """
+        slots = self.table.slots
+        words = {slot: last_words(self.control, slot) for slot in slots}
+        for slot in slots:
+            demand_possible(slot, words[slot], self.spec.max_sequence_tokens)
+        self._copies_asked.clear()
+        self.control.epoch = epoch
+        adopted = []
+        for slot in slots:
+            before = self._held(slot)
+            with self.control.together():
+                if not living:
+                    log_of = partial(self.control.tokens, slot)
+                    sealed = self.table.settle_reserved(slot, words[slot].committed, words[slot].packed, log_of)
+                    self._mirror_sealed(slot, sealed, before, {})
+                    self.control.forget_packed(slot)
+                self.control.write_epoch(slot, epoch)
+            adopted.append(self._adopted(slot, words[slot]))
+        return adopted
+
+    def _adopted(self, slot: int, words: LastWords) -> Adopted:
+        sequence, control = self.table.sequence(slot), self.control
+        void = why_void(words, sequence.groups.values())
+        if void:
+            log.info("a sequence cannot be gone on with", device=self.spec.device, slot=slot, why=void)
+        inexact_from = sequence.inexact_from
+        return Adopted(
+            slot=slot,
+            request_id=sequence.request_id,
+            tenant_salt=sequence.salt,
+            num_prompt_tokens=control.num_prompt_tokens(slot),
+            token_ids=control.token_log(slot),
+            num_committed=words.committed,
+            max_tokens=sequence.max_tokens,
+            frozen_request=control.frozen_request(slot),
+            pages=sequence.pages,
+            bases=sequence.bases,
+            tail_slots={name: slot for name, state in sequence.groups.items() if state.group.has_tail},
+            prefix_exact=inexact_from is None or inexact_from >= words.committed,
+            num_cached=min(control.num_cached(slot), words.committed),
+            intact=void is None,
+        )
 
     # --- the calls of the attachment ---
 

@@ -24,6 +24,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from kvstore.arena import close_all
+from kvstore.suspects import Holder
 from protos import kvstore_pb2
 from protos.errors import PermissionDenied, Unavailable
 
@@ -43,7 +44,7 @@ _LENGTH = struct.Struct("<I")
 class _Parcel:
     manifest: kvstore_pb2.FdManifest
     fds: list[int]
-    on_taken: Callable[[int], None]
+    on_taken: Callable[[Holder], None]
 
 
 class Delivery:
@@ -56,24 +57,29 @@ class Delivery:
         self.num_fds = num_fds
         self.arrived = asyncio.Event()
         self._fds: list[int] = []
+        self._holder: Holder | None = None
         self._closed = False
 
-    def bring(self, fds: list[int]) -> bool:
-        """False: not what is expected, or too late; the descriptors stay the caller's."""
+    def bring(self, fds: list[int], holder: Holder) -> bool:
+        """False: not what is expected, or too late; descriptors and holder stay the caller's."""
         if self._closed or self.arrived.is_set() or len(fds) != self.num_fds:
             return False
-        self._fds = fds
+        self._fds, self._holder = fds, holder
         self.arrived.set()
         return True
 
-    def take(self) -> list[int]:
-        """The descriptors, once they have arrived; they are the caller's from here on."""
+    def take(self) -> tuple[list[int], Holder | None]:
+        """The descriptors and who brought them, once they have arrived; they are the caller's from here on."""
         fds, self._fds = self._fds, []
-        return fds
+        holder, self._holder = self._holder, None
+        return fds, holder
 
     def close(self) -> None:
         self._closed = True
-        close_all(self.take())
+        fds, holder = self.take()
+        close_all(fds)
+        if holder is not None:
+            holder.close()
 
 
 class FdServer:
@@ -86,10 +92,9 @@ class FdServer:
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
 
-    def issue(self, manifest: kvstore_pb2.FdManifest, fds: list[int], on_taken: Callable[[int], None]) -> bytes:
-        """A ticket for these descriptors, which stay the caller's. ``on_taken`` gets the pid that fetched them.
-
-        The pid is the kernel's word (SO_PEERCRED); 0 when the process is not visible from here.
+    def issue(self, manifest: kvstore_pb2.FdManifest, fds: list[int], on_taken: Callable[[Holder], None]) -> bytes:
+        """A ticket for these descriptors, which stay the caller's. ``on_taken`` gets the process that fetched them,
+        which is the caller's to close.
         """
         ticket = secrets.token_bytes(TICKET_BYTES)
         self._parcels[ticket] = _Parcel(manifest, fds, on_taken)
@@ -157,8 +162,10 @@ class FdServer:
             if parcel is None:
                 log.warning("descriptors refused: ticket is unknown or was used", pid=pid)
                 return
+            holder = Holder(pid)  # while it waits for our answer: later its pid may be another's
             if isinstance(parcel, Delivery):
-                await _take_in(connection, parcel, pid)
+                if not await _take_in(connection, parcel, holder):
+                    holder.close()
                 return
             text = parcel.manifest.SerializeToString()
             try:
@@ -166,8 +173,9 @@ class FdServer:
                 socket.send_fds(connection, [_LENGTH.pack(len(text)) + text], parcel.fds)
             except OSError as failure:
                 log.warning("descriptors could not be sent", pid=pid, error=str(failure))
+                holder.close()
                 return
-            parcel.on_taken(pid)
+            parcel.on_taken(holder)
 
 
 async def _receive_ticket(connection: socket.socket) -> bytes:
@@ -180,19 +188,22 @@ async def _receive_ticket(connection: socket.socket) -> bytes:
     return received
 
 
-async def _take_in(connection: socket.socket, delivery: Delivery, pid: int) -> None:
+async def _take_in(connection: socket.socket, delivery: Delivery, holder: Holder) -> bool:
+    """Whether the delivery has the descriptors, and with them the process that brought them."""
+    pid = holder.pid
     try:
         await asyncio.wait_for(_readable(connection), TICKET_TIMEOUT_S)
         data, fds = _receive_fds(connection)
     except (TimeoutError, OSError) as failure:
         log.warning("descriptors refused: none came", pid=pid, error=str(failure))
-        return
-    if data != _LENGTH.pack(len(fds)) or not delivery.bring(fds):
+        return False
+    if data != _LENGTH.pack(len(fds)) or not delivery.bring(fds, holder):
         close_all(fds)
         log.warning("descriptors refused: not what is expected", pid=pid, given=len(fds), expected=delivery.num_fds)
-        return
+        return False
     with suppress(OSError):  # the worker is gone; the descriptors are here all the same
         connection.send(KEPT)
+    return True
 
 
 async def _readable(connection: socket.socket) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from kvstore.attachments import DEFAULT_HEARTBEAT_TIMEOUT_S, DEFAULT_ORPHAN_TIMEOUT_S, Attachments
 from kvstore.fd_server import FdServer
 from kvstore.metrics import KvStoreMetrics
 from kvstore.service import KvStoreService
@@ -41,15 +42,18 @@ async def serve(
     metrics: str = OFF,
     metrics_tls: ServerTls | None = None,
     health: str = OFF,
+    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
+    orphan_timeout_s: float = DEFAULT_ORPHAN_TIMEOUT_S,
 ) -> None:
     """Serves until SIGTERM or SIGINT; then tells the workers, stops, and removes its sockets.
 
     Args:
-        socket_dir: made when missing, readable by this user only.
+        socket_dir: made when missing; this user's, and made readable by no other.
         memory_limit: bytes for all devices together, or None.
         on_ready: called once calls are answered, with the address and, if there is one, the URL of the metrics.
         metrics: host:port of the page for Prometheus, or OFF.
         health: host:port of the page that says whether it is alive and ready (protos/health.py), or OFF.
+        heartbeat_timeout_s, orphan_timeout_s: see ``Attachments``.
         metrics_tls: of that page; None: plain text. The sockets need none: the folder is its user's alone.
 
     Raises:
@@ -59,7 +63,15 @@ async def serve(
     socket_dir = socket_dir.absolute()
     with _sole_store(socket_dir):
         fd_server = FdServer(socket_dir / FD_SOCKET_NAME)
-        service = KvStoreService(fd_server, incarnation=secrets.token_hex(8), memory_limit=memory_limit)
+        incarnation = secrets.token_hex(8)
+        attachments = Attachments(
+            fd_server,
+            incarnation=incarnation,
+            memory_limit=memory_limit,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            orphan_timeout_s=orphan_timeout_s,
+        )
+        service = KvStoreService(attachments, incarnation=incarnation)
         server = RpcServer("kvstore")
         name = kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].full_name
         server.add(kvstore_pb2_grpc.add_KvStoreServicer_to_server, service, name)
@@ -76,24 +88,27 @@ async def serve(
             await fd_server.start()
             try:
                 address = await server.start(f"unix:{socket_dir / SOCKET_NAME}")
+                (socket_dir / SOCKET_NAME).chmod(0o600)
                 await server.set_ready(True)
                 log.info("ready", socket=address, pid=os.getpid(), memory_limit=memory_limit, metrics=url)
                 on_ready(address, url)
-                failed = asyncio.create_task(service.failed.wait())
+                failed = asyncio.create_task(attachments.failed.wait())
                 checks = asyncio.create_task(service.check_when_idle())
-                endings: set[asyncio.Future[Any]] = {stop, failed}
+                watching = asyncio.create_task(attachments.watch())
+                endings: set[asyncio.Future[Any]] = {stop, failed, watching}
                 await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
                 why = f"the store got {stop.result()}" if stop.done() else "the store broke an invariant"
                 log.info("stopping", why=why)
-                service.revoke_all(why)
+                attachments.revoke_all(why)
                 await server.stop(STOP_GRACE_S)
-                failed.cancel()
-                checks.cancel()
-                await asyncio.gather(failed, checks, return_exceptions=True)
+                tasks = (failed, checks, watching)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
             finally:
                 await fd_server.stop()
-                service.close()
-        if service.failed.is_set():
+                attachments.close()
+        if attachments.failed.is_set():
             raise InternalError("the store broke an invariant and stopped; its log says which")
 
 
@@ -120,6 +135,7 @@ def _sole_store(socket_dir: Path) -> Iterator[None]:
     except OSError as failure:
         raise ConfigError("the socket folder cannot be used", given=socket_dir, hint=str(failure)) from failure
     try:
+        _make_private(socket_dir, folder)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -143,6 +159,26 @@ def _sole_store(socket_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+def _make_private(socket_dir: Path, folder: int) -> None:
+    """Whoever can reach the sockets can have the memory, or put other memory in its place.
+
+    Raises:
+        ConfigError: SOCKET_DIR_NOT_OURS.
+    """
+    found = os.fstat(folder)
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            "the socket folder is another user's",
+            reason="SOCKET_DIR_NOT_OURS",
+            given=f"{socket_dir}, of uid {found.st_uid}",
+            allowed=f"a folder of uid {os.geteuid()}",
+            hint="choose a folder inside of it: it is made",
+        )
+    if found.st_mode & 0o077:
+        os.fchmod(folder, 0o700)
+        log.info("the socket folder is this user's alone now", folder=str(socket_dir), was=oct(found.st_mode & 0o777))
 
 
 def _resolve(stop: asyncio.Future[str], signal_name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import signal
 import subprocess
 import sys
@@ -125,6 +126,19 @@ def worker_process(store: StoreProcess, code: str) -> Iterator[subprocess.Popen[
         for stream in (process.stdin, process.stdout):
             if stream:
                 stream.close()
+
+
+@contextmanager
+def unheard(attachment: Attachment) -> Iterator[None]:
+    """Inside, nothing that the attachment says on its stream reaches the store, its end least of all: the store would
+    kill this process for that.
+    """
+    session = attachment._session
+    heard, session._outgoing = session._outgoing, queue.SimpleQueue()
+    try:
+        yield
+    finally:
+        session._outgoing = heard
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -26,7 +26,7 @@ from kvstore.geometry import CacheGeometry, LayerGroup, Region, apply_mode
 from kvstore.pages import PageState
 from protos import kvstore_pb2
 from protos.errors import KvStoreLost, NotFound
-from tests.scenarios.kvstore_process import StoreProcess, eventually
+from tests.scenarios.kvstore_process import StoreProcess, eventually, unheard
 
 MODEL = CacheGeometry(
     (LayerGroup("full", tuple(Region(layer, k, 1, 64, "float32") for layer in range(3) for k in "kv")),)
@@ -240,6 +240,6 @@ def test_a_stale_epoch_ends_the_attachment_by_name(store: StoreProcess, call: st
             "checkpoint": lambda: a.checkpoint(0, 1, "turn_end"),
             "truncate": lambda: a.truncate(0, 0),
         }
-        with pytest.raises(KvStoreLost, match="this epoch is over"):
+        with unheard(a), pytest.raises(KvStoreLost, match="this epoch is over"):
             calls[call]()
         assert a.lost is not None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvstore.client import Admitted, Attachment, OpenRequest
 from protos import rpc
 from protos.errors import KvStoreLost, PreconditionFailed
-from tests.scenarios.kvstore_process import GEOMETRY, ROOT, StoreProcess, eventually
+from tests.scenarios.kvstore_process import GEOMETRY, ROOT, StoreProcess, eventually, unheard
 
 
 @pytest.fixture
@@ -89,9 +90,10 @@ def test_a_call_in_flight_while_the_store_stops_is_a_lost_store(how: str, monkey
             monkeypatch.setattr(attachment._session.stub, "Open", cancelled)
         else:
             attachment.epoch -= 1
-        with pytest.raises(KvStoreLost):
-            attachment.open([OpenRequest("r", "", [1], 1)])
-        assert told.get(timeout=5) == attachment.lost
+        with unheard(attachment):
+            with pytest.raises(KvStoreLost):
+                attachment.open([OpenRequest("r", "", [1], 1)])
+            assert told.get(timeout=5) == attachment.lost
         attachment.close()
     assert told.empty()
 
@@ -138,14 +140,27 @@ def test_a_store_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     with StoreProcess() as store:
         attachment = store.attach(on_lost=told.put)
-        os.kill(store.process.pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(KvStoreLost, match="did not answer"):
-                attachment.open([OpenRequest("r", "", [1], 1)])
-            assert "did not answer" in told.get(timeout=5)
-        finally:
-            os.kill(store.process.pid, signal.SIGCONT)
+        with unheard(attachment):
+            os.kill(store.process.pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(KvStoreLost, match="did not answer"):
+                    attachment.open([OpenRequest("r", "", [1], 1)])
+                assert "did not answer" in told.get(timeout=5)
+            finally:
+                os.kill(store.process.pid, signal.SIGCONT)
         attachment.close()
+
+
+def test_a_store_that_stood_still_holds_nobodys_silence_against_him() -> None:
+    with StoreProcess("--heartbeat-timeout", "1") as store, store.attach() as attachment:
+        eventually(lambda: bool(store.device().worker_id))
+        os.kill(store.process.pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(store.process.pid, signal.SIGCONT)
+        eventually(lambda: any("was not running" in line["event"] for line in store.log()))
+        time.sleep(0.5)
+        assert attachment.lost is None
+        assert store.device().suspects_killed == 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

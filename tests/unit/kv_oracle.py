@@ -8,11 +8,12 @@ A packed page holds the rows that were packed; dequantising one gives a lossy ro
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvstore.answers import Admitted, Forked, NewPage, PageCopy, Refill, Refused, Relinked, Split, TailCopy
+from kvstore.answers import Admitted, Adopted, Forked, NewPage, PageCopy, Refill, Refused, Relinked, Split, TailCopy
 from kvstore.arena import bytes_for_pages
 from kvstore.device import Device, DeviceSpec, NewSequence
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
@@ -102,7 +103,7 @@ class Worker:
         self.device = Device.allocate(
             DeviceSpec("cpu:0", self.geometry, arena_bytes, max_sequences, max_tokens, WEIGHTS, checkpoint_slots)
         )
-        weakref.finalize(self, self.device.close)
+        self._end = weakref.finalize(self, self.device.close)
         self.device.control.epoch = 1
         self.table = self.device.table
         self.pages: dict[tuple[str, int], dict[tuple[str, int], Row]] = {}  # (region kind, row in page) -> Row
@@ -231,6 +232,105 @@ class Worker:
         self.device.release_all(goodbye=goodbye)
         self.expected.clear()
         self.tails = {key: tail for key, tail in self.tails.items() if key[1] >= self.table.max_sequences}
+
+    # --- deaths ---
+
+    def store_dies(self) -> None:
+        """Another store takes the memory over from this worker, which goes on."""
+        before = {slot: self._describe(slot) for slot in self.expected}
+        kept = {name: set(hashes) for name, hashes in self.table.index.contents().items()}
+        fds = [os.dup(fd) for fd in self.device.manifest()[1]]
+        self.device = Device.take_over(self.device.spec, fds)
+        self._end()
+        self._end = weakref.finalize(self, self.device.close)
+        self.table = self.device.table
+        adopted = self.device.adopt(self.device.control.epoch + 1, living=True)
+        assert sorted(each.slot for each in adopted) == sorted(self.expected)
+        assert {slot: self._describe(slot) for slot in self.expected} == before
+        assert {name: set(hashes) for name, hashes in self.table.index.contents().items()} == kept
+        self.tails = {key: tail for key, tail in self.tails.items() if key[1] < self.table.max_sequences}
+
+    def _describe(self, slot: int) -> object:
+        sequence = self.table.sequence(slot)
+        inexact = sequence.inexact_from
+        return {name: replace(state) for name, state in sequence.groups.items()}, sequence.salt, inexact
+
+    def worker_dies(self) -> dict[int, Adopted]:
+        """Another worker adopts what this one left; what was committed stands, of all that are intact."""
+        sealed = {slot: dict(self.table.sequence(slot).bases) for slot in self.expected}
+        adopted = {each.slot: each for each in self.device.adopt(self.device.control.epoch + 1, living=False)}
+        assert sorted(adopted) == sorted(self.expected)
+        for slot, each in adopted.items():
+            e = self.expected[slot]
+            assert (each.token_ids, each.num_committed, each.tenant_salt) == (e.tokens, e.num_rows, e.salt)
+            assert not any(state.handed for state in self.table.sequence(slot).groups.values())
+            for name, state in self.table.sequence(slot).groups.items():
+                for page in state.pages[sealed[slot][name] // PAGE_TOKENS : state.num_sealed]:
+                    if page != NO_PAGE:
+                        self.sealed[name, page] = (
+                            self.table.groups[name].generation(page),
+                            dict(self.pages[name, page]),
+                        )
+        return adopted
+
+    def die_in_step(self, slot: int, tokens: list[int], after: str) -> dict[int, Adopted]:
+        """The worker dies in a step of these tokens; without any, in a prefill chunk of what has no rows yet.
+
+        Args:
+            after: what it had done last: "reserve", "rows", "packed", "log", "commit"; "filling": in a chunk whose rows
+                go over others of the tail once they are committed.
+        """
+        for each in self.expected:
+            self._log(each)
+        e, control = self.expected[slot], self.device.control
+        first, prefill, known = e.num_rows, not tokens, len(e.tokens)
+        e.append(tokens)
+        end = len(e.tokens)
+        handed = self._reserve(slot, end, max(1, len(tokens)))
+        for name, new in handed.items():
+            for page in new:
+                self.sealed.pop((name, page.page_id), None)  # completed in place
+        if after != "reserve":
+            self._rows_of_step(slot, first, handed, prefill=prefill, filling=after == "filling")
+        if after in ("packed", "log", "commit", "filling"):
+            control.mark_packed(slot, end)
+        if after in ("log", "commit", "filling"):
+            control.append_tokens(slot, e.tokens[control.logged(slot) :])
+        else:
+            del e.tokens[known:], e.contents[known:]
+        if after in ("commit", "filling"):
+            control.mark_filling(slot, after == "filling")
+            control.commit(slot, end)
+            e.num_rows = end
+        del e.pure[e.num_rows :]
+        return self.worker_dies()
+
+    def _rows_of_step(
+        self, slot: int, first: int, handed: dict[str, list[NewPage]], *, prefill: bool, filling: bool
+    ) -> None:
+        e = self.expected[slot]
+        end = len(e.tokens)
+        self._compute(slot, first, end)
+        self._write_dense(slot, first, end)
+        workspace = {t: Row(e.contents[t], pure=e.pure[t]) for t in range(first, end)}
+        if not prefill:
+            for group in self.geometry.groups:
+                for t in range(first, end) if group.has_tail else ():
+                    self._write_tail(slot, group, t, workspace[t])
+        for group in self.geometry.groups:
+            for new in handed.get(group.name, []) if group.packed else ():
+                self._pack(slot, group, new, workspace if prefill else {})
+        for group in self.geometry.groups:
+            if prefill and group.has_tail and not filling:
+                state = self.table.sequence(slot).groups[group.name]
+                base = state.sealed_base(end, 1)  # rows below are in pages, and nowhere else
+                for t in range(first, end):
+                    self._write_tail(slot, group, t, workspace[t], base=base, end=end)
+
+    def laps(self, slot: int, end: int) -> bool:
+        """Whether a chunk up to ``end`` goes over rows that the sequence may still read."""
+        e, bases = self.expected[slot], self.table.sequence(slot).bases
+        return any(self.geometry.laps(g, bases[g.name], e.num_rows, end) for g in self.geometry.groups if g.has_tail)
 
     # --- memory ---
 

@@ -10,7 +10,7 @@ import pytest
 HEAVY = ("torch", "cupy", "cuda", "ray", "transformers")
 
 
-@pytest.mark.parametrize("module", ["kvstore.service", "kvstore.cli", "kvstore.client"])
+@pytest.mark.parametrize("module", ["kvstore.attachments", "kvstore.service", "kvstore.cli", "kvstore.client"])
 def test_nothing_heavy_is_imported(module: str) -> None:
     code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

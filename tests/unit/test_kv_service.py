@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from kvstore.answers import Admitted
+from kvstore.attachments import Attached, Attachments
 from kvstore.device import Device, DeviceSpec, NewSequence
 from kvstore.fd_server import FdServer
 from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from kvstore.pages import PageState
-from kvstore.service import Attached, KvStoreService
+from kvstore.service import KvStoreService
+from kvstore.suspects import Holder
 from protos import kvstore_pb2
 from protos.errors import InternalError, PreconditionFailed, Unavailable
 
@@ -26,15 +28,20 @@ CONTEXT: Any = None
 
 
 @pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[KvStoreService]:
-    made = KvStoreService(FdServer(tmp_path / "fds"), incarnation="test")
+async def held(tmp_path: Path) -> AsyncIterator[Attachments]:
+    made = Attachments(FdServer(tmp_path / "fds"), incarnation="test")
     yield made
     made.close()
 
 
-async def attach(service: KvStoreService, spec: DeviceSpec, worker_id: str) -> Attached:
-    with service._claimed(spec.device) as claim:
-        return await service._attach(spec, worker_id, claim)
+@pytest.fixture
+def service(held: Attachments) -> KvStoreService:
+    return KvStoreService(held, incarnation="test")
+
+
+async def attach(held: Attachments, spec: DeviceSpec, worker_id: str) -> Attached:
+    with held._claimed(spec.device) as claim:
+        return await held._attach(spec, worker_id, claim)
 
 
 def slow_allocation(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
@@ -47,9 +54,9 @@ def slow_allocation(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> No
     monkeypatch.setattr(Device, "allocate", staticmethod(allocate))
 
 
-async def test_a_device_that_is_being_made_is_busy(service: KvStoreService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_that_is_being_made_is_busy(held: Attachments, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_allocation(monkeypatch)
-    results = await asyncio.gather(*(attach(service, SPEC, f"w{i}") for i in range(3)), return_exceptions=True)
+    results = await asyncio.gather(*(attach(held, SPEC, f"w{i}") for i in range(3)), return_exceptions=True)
     assert [getattr(r, "worker_id", None) or getattr(r, "reason", None) for r in results] == [
         "w0",
         "DEVICE_BUSY",
@@ -61,70 +68,68 @@ async def test_devices_made_at_the_same_time_share_the_memory_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_allocation(monkeypatch)
-    limited = KvStoreService(FdServer(tmp_path / "fds"), incarnation="test", memory_limit=2 * SPEC.host_bytes)
+    limited = Attachments(FdServer(tmp_path / "fds"), incarnation="test", memory_limit=2 * SPEC.host_bytes)
     specs = [replace(SPEC, device=f"cpu:{i}") for i in range(3)]
     results = await asyncio.gather(*(attach(limited, spec, "w") for spec in specs), return_exceptions=True)
     assert [getattr(r, "reason", "attached") for r in results] == ["attached", "attached", "NOT_ENOUGH_MEMORY"]
-    assert sum(device.spec.host_bytes for device in limited._devices.values()) <= 2 * SPEC.host_bytes
+    assert sum(device.spec.host_bytes for device in limited.devices.values()) <= 2 * SPEC.host_bytes
     limited.close()
 
 
 async def test_a_caller_that_leaves_meanwhile_leaves_the_memory_to_the_next(
-    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
+    held: Attachments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_allocation(monkeypatch)
-    first = asyncio.create_task(attach(service, SPEC, "gone"))
+    first = asyncio.create_task(attach(held, SPEC, "gone"))
     await asyncio.sleep(0.05)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
     with pytest.raises(PreconditionFailed):
-        await attach(service, SPEC, "early")
-    while service._attaching:
+        await attach(held, SPEC, "early")
+    while held._attaching:
         await asyncio.sleep(0.01)
-    kept = service._devices["cpu:0"]
-    attached = await attach(service, SPEC, "next")
+    kept = held.devices["cpu:0"]
+    attached = await attach(held, SPEC, "next")
     assert attached.device is kept
 
 
-async def test_a_store_that_stops_meanwhile_attaches_nobody(
-    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_store_that_stops_meanwhile_attaches_nobody(held: Attachments, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_allocation(monkeypatch)
-    first = asyncio.create_task(attach(service, SPEC, "late"))
+    first = asyncio.create_task(attach(held, SPEC, "late"))
     await asyncio.sleep(0.05)
-    service.revoke_all("test")
+    held.revoke_all("test")
     with pytest.raises(Unavailable) as caught:
         await first
     assert caught.value.reason == "STOPPING"
     with pytest.raises(Unavailable):
-        await attach(service, SPEC, "later")
+        await attach(held, SPEC, "later")
 
 
-async def test_a_failed_allocation_frees_the_name(service: KvStoreService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_allocation_frees_the_name(held: Attachments, monkeypatch: pytest.MonkeyPatch) -> None:
     def allocate(spec: DeviceSpec, fds: Sequence[int]) -> Device:
         raise MemoryError
 
     with monkeypatch.context() as patch:
         patch.setattr(Device, "allocate", staticmethod(allocate))
         with pytest.raises(MemoryError):
-            await attach(service, SPEC, "first")
-    assert (await attach(service, SPEC, "second")).worker_id == "second"
+            await attach(held, SPEC, "first")
+    assert (await attach(held, SPEC, "second")).worker_id == "second"
 
 
-async def test_a_holder_that_is_not_visible_keeps_its_memory(service: KvStoreService) -> None:
+async def test_a_holder_that_is_not_visible_keeps_its_memory(held: Attachments) -> None:
     # Another pid namespace: the store cannot see when it is gone, so the next worker gets memory of its own.
-    attached = await attach(service, SPEC, "hidden")
-    attached.taken_by(0)
-    service._detach(attached, "lost", goodbye=False)
-    assert (await attach(service, SPEC, "next")).device is not attached.device
+    attached = await attach(held, SPEC, "hidden")
+    attached.taken_by(Holder(0))
+    held._detach(attached, "lost", goodbye=False)
+    assert (await attach(held, SPEC, "next")).device is not attached.device
 
 
 async def test_a_verify_of_many_pages_lets_other_calls_run(
-    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
+    held: Attachments, service: KvStoreService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.service.VERIFY_SLICE_PAGES", 2)
-    device = (await attach(service, SPEC, "w")).device
+    device = (await attach(held, SPEC, "w")).device
     (result,) = device.open([NewSequence("r", "", [1] * 256, 256, b"")])
     assert isinstance(result, Admitted)
     pages = device.reserve([(result.slot, 256, 1)])[result.slot]["full"]
@@ -154,48 +159,48 @@ async def test_a_verify_of_many_pages_lets_other_calls_run(
     assert (answer.pages_checked, answer.pages_unreadable, len(answer.problems)) == (0, 2, 0)
 
 
-async def test_a_broken_invariant_fails_the_store(service: KvStoreService) -> None:
-    attached = await attach(service, SPEC, "w")
+async def test_a_broken_invariant_fails_the_store(held: Attachments, service: KvStoreService) -> None:
+    attached = await attach(held, SPEC, "w")
     (result,) = attached.device.open([NewSequence("r", "", [1], 200, b"")])
     assert isinstance(result, Admitted)
     attached.device.reserve([(result.slot, 200, 1)])
     attached.device.table.groups["full"]._state[0] = PageState.FREE
-    assert not service.failed.is_set()
+    assert not held.failed.is_set()
     with pytest.raises(InternalError, match="page 0 is FREE"):
         await service.Release(kvstore_pb2.ReleaseRequest(epoch=attached.epoch, slots=[result.slot]), CONTEXT)
-    assert service.failed.is_set()
+    assert held.failed.is_set()
 
 
 async def test_an_invariant_that_breaks_in_a_detach_fails_the_store(
-    service: KvStoreService, monkeypatch: pytest.MonkeyPatch
+    held: Attachments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise InternalError("the tables are at odds")
 
-    attached = await attach(service, SPEC, "w")
+    attached = await attach(held, SPEC, "w")
     monkeypatch.setattr(attached.device, "release_all", broken)
     with pytest.raises(InternalError):
-        service._detach(attached, "test", goodbye=True)
-    assert service.failed.is_set()
-    assert not service._attached, "nobody holds the device any more"
+        held._detach(attached, "test", goodbye=True)
+    assert held.failed.is_set()
+    assert not held.attached, "nobody holds the device any more"
 
 
-async def test_mistakes_of_a_caller_do_not_fail_the_store(service: KvStoreService) -> None:
-    attached = await attach(service, SPEC, "w")
+async def test_mistakes_of_a_caller_do_not_fail_the_store(held: Attachments, service: KvStoreService) -> None:
+    attached = await attach(held, SPEC, "w")
     with pytest.raises(Exception, match="no such sequence"):
         await service.Release(kvstore_pb2.ReleaseRequest(epoch=attached.epoch, slots=[1]), CONTEXT)
-    assert not service.failed.is_set()
+    assert not held.failed.is_set()
 
 
-async def test_epochs_grow(service: KvStoreService, tmp_path: Path) -> None:
+async def test_epochs_grow(held: Attachments, tmp_path: Path) -> None:
     epochs = []
     for _ in range(3):
-        attached = await attach(service, SPEC, "w")
+        attached = await attach(held, SPEC, "w")
         epochs.append(attached.epoch)
-        service._detach(attached, "test", goodbye=True)
+        held._detach(attached, "test", goodbye=True)
     assert epochs == sorted(set(epochs))
     await asyncio.sleep(0.01)
-    later = KvStoreService(FdServer(tmp_path / "other"), incarnation="later")
+    later = Attachments(FdServer(tmp_path / "other"), incarnation="later")
     assert (await attach(later, SPEC, "w")).epoch > epochs[-1]
     later.close()
 
@@ -218,13 +223,18 @@ async def gpu_attach(stays_s: float) -> AsyncIterator[kvstore_pb2.AttachRequest]
 
 @pytest.mark.parametrize(("limit_s", "stays_s", "why"), [(0.05, 60, "did not bring within"), (60, 0.05, "left before")])
 async def test_memory_that_is_not_delivered_is_not_waited_for(
-    service: KvStoreService, monkeypatch: pytest.MonkeyPatch, limit_s: float, stays_s: float, why: str
+    held: Attachments,
+    service: KvStoreService,
+    monkeypatch: pytest.MonkeyPatch,
+    limit_s: float,
+    stays_s: float,
+    why: str,
 ) -> None:
-    monkeypatch.setattr("kvstore.service.CREATE_TIMEOUT_S", limit_s)
+    monkeypatch.setattr("kvstore.attachments.BRING_TIMEOUT_S", limit_s)
     answers = service.Attach(gpu_attach(stays_s), CONTEXT)
     assert (await anext(answers)).WhichOneof("message") == "create"
-    assert service._attaching == {"cuda:GPU-0"}
+    assert held._attaching == {"cuda:GPU-0"}
     with pytest.raises(Unavailable, match=why) as caught:
         await asyncio.wait_for(anext(answers), 10)
     assert caught.value.reason == "MEMORY_NOT_DELIVERED"
-    assert (service._attaching, service._fd_server._parcels, service._devices) == (set(), {}, {})
+    assert (held._attaching, held._fd_server._parcels, held.devices) == (set(), {}, {})

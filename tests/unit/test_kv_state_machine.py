@@ -162,6 +162,39 @@ class KvMatchesAnOracle(RuleBasedStateMachine):
             slot = result.slot
             self.finish_prefill(slot, 200)
 
+    @rule()
+    def store_dies(self) -> None:
+        for slot in self.worker.expected:
+            self.worker._log(slot)
+        self.worker.store_dies()
+
+    @precondition(lambda self: self.worker.expected)
+    @rule(
+        number=PICK,
+        count=st.integers(0, 9),
+        after=st.sampled_from(["reserve", "rows", "packed", "log", "commit"]),
+        unfinished=st.integers(0, 300),
+    )
+    def worker_dies(self, number: int, count: int, after: str, unfinished: int) -> None:
+        """In a decode step, or in a chunk of some tokens that were sent and have no rows (``count`` 0)."""
+        slot = self.pick(number)
+        if slot is None:
+            return
+        e = self.worker.expected[slot]
+        room = e.max_tokens - len(e.tokens)
+        tokens = [self.random.randrange(1000) for _ in range(min(count, room, self.step))]
+        if not tokens:
+            end = len(e.tokens) + min(unfinished, room)
+            while self.worker.laps(slot, end):
+                end -= 1
+            e.append([self.random.randrange(1000) for _ in range(end - len(e.tokens))])
+            if end == e.num_rows:
+                return
+        adopted = self.worker.die_in_step(slot, tokens, after)
+        for each in adopted.values():
+            assert each.intact, each
+        self.recompute(slot)
+
     @rule(goodbye=st.booleans())
     def detach(self, goodbye: bool) -> None:
         self.worker.detach(goodbye=goodbye)
