@@ -220,8 +220,15 @@ def print_tables(
     )
     if not weights_seen:
         console.print("Weights are counted by config.json; their files were not seen.")
+    if needed.limiting_bytes > machine.num_bytes:
+        say = f"See what fits with: --sequences {most}" if most else "Ask for fewer --tokens, or another --kv-mode."
+        console.print(say)
+        return
     flags = f"--max-running {config.max_running} --max-sequence-tokens {config.max_sequence_tokens}"
     console.print(f"Ask for it with: --kv-bytes {needed.arena_bytes} {flags}", soft_wrap=True)
+    kv_mib = -(-needed.arena_bytes // (1 << 20))
+    chart = f"kvMiB: {kv_mib}, maxRunning: {config.max_running}, maxSequenceTokens: {config.max_sequence_tokens}"
+    console.print(f"In a worker group of the chart: {chart}", soft_wrap=True)
 
 
 def _mib(num_bytes: int) -> str:

@@ -36,6 +36,7 @@
 {{- range $what, $resources := dict "routers" $v.routers.resources "ray.head" $v.ray.head.resources "loadTest" $v.loadTest.resources }}
 {{- include "tailpack.checkResources" (list $what $resources) }}
 {{- end }}
+{{- include "tailpack.checkEnv" (list "routers" $v.routers.extraEnv) }}
 {{- $names := list }}
 {{- range $v.workerGroups }}
 {{- if has .name $names }}
@@ -48,9 +49,22 @@
 {{- end }}
 {{- $group := mustMergeOverwrite (deepCopy $v.workerDefaults) . }}
 {{- include "tailpack.checkResources" (list (printf "workerGroups, %s" .name) $group.resources) }}
+{{- include "tailpack.checkEnv" (list (printf "workerGroups, %s" .name) $group.extraEnv) }}
 {{- if and $group.kvPreset (ne $group.kvMode "turboquant") }}
 {{- fail (printf "workerGroups, %s: kvPreset %s would do nothing in kvMode %s" .name $group.kvPreset $group.kvMode) }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Of two with one name, one would be dropped. Argument: list of what and its extraEnv. */}}
+{{- define "tailpack.checkEnv" -}}
+{{- $taken := list "HOME" "POD_NAME" "RAY_ADDRESS" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_USAGE_STATS_ENABLED" "RAY_gcs_rpc_server_reconnect_timeout_s" }}
+{{- $what := index . 0 }}
+{{- range index . 1 }}
+{{- if has .name $taken }}
+{{- fail (printf "%s: extraEnv names %s twice, or one that the chart or KubeRay sets" $what .name) }}
+{{- end }}
+{{- $taken = append $taken .name }}
 {{- end }}
 {{- end }}
 

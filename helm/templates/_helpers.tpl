@@ -250,6 +250,11 @@ scheme: http
 {{- add (int .Values.longestStreamSeconds) (int .Values.routers.preStopSeconds) 30 -}}
 {{- end }}
 
+{{/* Argument: the values that may have extraEnv. */}}
+{{- define "tailpack.extraEnv" -}}
+{{- with .extraEnv }}{{ toYaml . }}{{ end -}}
+{{- end }}
+
 {{/* Number of workers in a pod of a group. */}}
 {{- define "tailpack.workersPerPod" -}}
 {{- if .gpus }}{{ int .gpus }}{{ else }}{{ int (.cpuWorkers | default 1) }}{{ end -}}

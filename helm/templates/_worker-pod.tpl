@@ -37,6 +37,7 @@ initContainers:
     env:
       - name: HOME
         value: /tmp
+      {{- include "tailpack.lines" (list (include "tailpack.extraEnv" $group) 6) }}
     ports:
       - name: kv-metrics
         containerPort: {{ $p.kvstoreMetrics }}
@@ -63,6 +64,7 @@ containers:
       - name: RAY_AUTH_MODE
         value: disabled
       {{- end }}
+      {{- include "tailpack.lines" (list (include "tailpack.extraEnv" $group) 6) }}
     ports:
       - name: node-manager
         containerPort: {{ $p.rayNodeManager }}
@@ -146,6 +148,7 @@ containers:
         valueFrom:
           fieldRef:
             fieldPath: metadata.name
+      {{- include "tailpack.lines" (list (include "tailpack.extraEnv" $group) 6) }}
     ports:
       - name: health
         containerPort: {{ $p.workersHealth }}

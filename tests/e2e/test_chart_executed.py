@@ -348,6 +348,23 @@ def test_the_cache_outlives_the_worker_and_ray_but_not_the_pod(deployment: Deplo
     assert cached_of(deployment, prompt) == (0, answer)
 
 
+def test_a_lost_head_ends_workers_when_the_next_one_comes_and_they_come_back(deployment: Deployment) -> None:
+    """Without Redis. Until then they serve without a head."""
+    cluster = deployment.cluster
+    pod = deployment.workers[0]
+    prompt = "What goes on while there is no head. " * 12
+    first, answer = cached_of(deployment, prompt)
+    cluster.delete(deployment.head.name, grace_s=30)
+    assert first == 0 and cached_of(deployment, prompt)[1] == answer
+    deployment.head = cluster.create("head-1", "head")
+    ended = cluster.restarts[f"{pod.name}/ray-worker"]
+    wait_for("Ray's end", lambda: cluster.restarts[f"{pod.name}/ray-worker"] > ended, 120, 0.2)
+    wait_for("its end is seen", lambda: not cluster.ready(pod), 30, 0.1)
+    cluster.await_ready(deployment.head, pod)
+    cached, again = cached_of(deployment, prompt)
+    assert cached >= 128 and again == answer
+
+
 def test_a_worker_pod_drains_within_its_grace_and_live_answers_end(deployment: Deployment) -> None:
     """The last worker pod is told to stop while answers run: those that run end whole, where they are."""
     cluster = deployment.cluster

@@ -52,6 +52,7 @@ serviceAccount: {annotations: {a: b}}
 routers:
   autoscaling: {by: cpu}
   extraArgs: [--max-request-bytes=268435456]
+  extraEnv: [{name: A, value: "1"}]
   podAnnotations: {a: b}
   nodeSelector: {a: b}
   tolerations: [{operator: Exists}]
@@ -64,7 +65,8 @@ ray:
   head: {nodeSelector: {a: b}, tolerations: [{operator: Exists}], podAnnotations: {a: b}}
 workerGroups:
   - {name: big, gpus: 8, replicas: 3, runtimeClassName: nvidia, kvMode: turboquant, kvPreset: tq3, deterministic: true,
-     extraArgs: [--prefill-chunk=512], podAnnotations: {a: b}, nodeSelector: {a: b}}
+     maxSequenceTokens: 32768, extraArgs: [--prefill-chunk=512],
+     extraEnv: [{name: B, valueFrom: {secretKeyRef: {name: s, key: k}}}], podAnnotations: {a: b}, nodeSelector: {a: b}}
   - {name: small, cpuWorkers: 2, kvMiB: 1024}
 tls: {mode: secrets, clientCertificates: true, secrets: {router: r-tls, worker: w-tls, client: c-tls}}
 tokens: {secretName: tenants, clientSecret: one-token}
@@ -221,6 +223,9 @@ def test_no_template_is_a_crd() -> None:
         ),
         (MODEL + "workerGroups: [{name: a, resources: {requests: {memory: 64Gi}}}]", "a: .*64Gi.*limit 32Gi"),
         (MODEL + "monitoring: {serviceMonitors: {enabled: true}}", "networkPolicy.monitoring"),
+        (MODEL + "routers: {extraEnv: [{name: HOME, value: /}]}", "routers: extraEnv names HOME"),
+        (MODEL + "workerGroups: [{name: a, extraEnv: [{name: B}, {name: B}]}]", "a: extraEnv names B twice"),
+        ("routers: {extraEnv: [{name: A, value: 1}]}", "routers.extraEnv.0.value.*string"),
         (MODEL + "workerGroups: [{name: a, kvPreset: tq3}]", "kvPreset tq3 would do nothing in kvMode dense"),
         (MODEL + "tracing: {otlpEndpoint: 'http://o:4317'}", "networkPolicy.tracing"),
         (MODEL + "ray: {gcsFaultTolerance: {enabled: true, redisAddress: 'r:1'}}", "networkPolicy.redis"),
@@ -556,6 +561,17 @@ def test_a_start_is_over_when_a_first_token_was_generated() -> None:
     # Nor may its Deployment be called failed meanwhile, as `kubectl rollout status` and others do.
     (deployment,) = of_kind(render(ALL_ON + "workerDefaults: {startupSeconds: 7200}"), "Deployment")
     assert deployment["spec"]["progressDeadlineSeconds"] > 7200
+
+
+def test_what_else_a_group_is_given_reaches_its_containers() -> None:
+    objects = render(ALL_ON)
+    for group, tokens, names in (("big", ["32768"], {"B"}), ("small", [], set[str]())):
+        pod = containers(pods(objects)[f"RayCluster/rel-tailpack/{group}"])
+        told = [a.partition("=")[2] for a in pod["workers"]["command"] if a.startswith("--max-sequence-tokens=")]
+        assert told == tokens
+        for each in pod.values():  # workers run in Ray's
+            assert {e["name"] for e in each["env"]} & {"A", "B"} == names, each["name"]
+    assert {"name": "A", "value": "1"} in container(objects, "router")["env"]
 
 
 def test_memory_limits_count_arenas_where_the_kernel_charges_them() -> None:

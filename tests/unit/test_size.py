@@ -111,6 +111,19 @@ def test_what_does_not_fit_is_shown_all_the_same(model: Path) -> None:
     assert (
         "DOES NOT FIT" in done.output and "pages full" in done.output and "At most 0 of that length fit" in done.output
     )
+    assert "Ask for fewer --tokens" in done.output and "--kv-bytes" not in done.output  # nobody is to copy that line
+
+
+def test_the_last_lines_say_what_to_ask_for(model: Path) -> None:
+    common = ["--model", str(model), "--tokens", "1000", "--kv-mode", "turboquant"]
+    done = CliRunner().invoke(size, [*common, "--host-bytes", "4G", "--sequences", "5"])
+    kv_bytes = asked(*common, "--host-bytes", "4G", "--sequences", 5)["arena_bytes"]
+    kv_mib = -(-kv_bytes // 2**20)
+    assert f"--kv-bytes {kv_bytes} --max-running 5 --max-sequence-tokens 1000" in done.output
+    assert f"chart: kvMiB: {kv_mib}, maxRunning: 5, maxSequenceTokens: 1000" in done.output
+    many = CliRunner().invoke(size, [*common, "--host-bytes", "600M", "--sequences", "4096"])
+    most = asked(*common, "--host-bytes", "600M", "--sequences", 4096, status=1)["most_sequences"]
+    assert many.exit_code == 1 and many.output.rstrip().endswith(f"--sequences {most}")
 
 
 def test_on_a_gpu_arenas_are_cut_in_chunks_and_weights_are_told_from_config_json(wide: Path) -> None:
