@@ -196,3 +196,15 @@ def test_what_kernels_do_and_what_they_do_not_is_said(width: int, mode: str, pac
     geometry = with_raw_mode(cache_geometry(tiny_config(head_dim=width), "bfloat16"), *MODES[mode])
     told = {switch.name: switch.engaged for switch in switches(config, geometry, "sm_90a")}
     assert (told["attention"], told["packing"]) == ("PyTorch on sm_90a", packing)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_deterministic_mode_has_the_same_bits_alone_and_in_company(reference: Callable[..., Reference]) -> None:
+    model, lengths = reference(), (1, 30, 127, 200)
+    together = gpu(model, "turboquant", deterministic=True)
+    together.run(*(request(f"r{length}", prompt(length, length), 40) for length in lengths))
+    for length in lengths:
+        alone = gpu(model, "turboquant", deterministic=True)
+        alone.run(request(f"r{length}", prompt(length, length), 40))
+        for position, logits in alone.logits[f"r{length}"].items():
+            assert torch.equal(together.logits[f"r{length}"][position], logits), f"r{length} at {position}"
