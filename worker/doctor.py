@@ -6,6 +6,7 @@ A check that could not be made is UNKNOWN, never OK: what was not seen is not kn
 from __future__ import annotations
 
 import os
+import re
 import socket
 import ssl
 import stat
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos import kvstore_pb2, types_pb2
+from protos.errors import ConfigError
 from protos.tls import EXPIRES_SOON_S, ClientTls, client_context
 
 OK, WARN, FAIL, UNKNOWN, SKIPPED = "ok", "warn", "FAIL", "unknown", "skipped"
@@ -44,8 +46,13 @@ def exit_status(findings: Iterable[Finding]) -> int:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    """Raises ConfigError (BAD_ADDRESS)."""
+    match = re.fullmatch(r"([^/\s]+):([0-9]{1,5})", address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ConfigError(
+            "an address is malformed", reason="BAD_ADDRESS", given=repr(address), allowed="host:port, port 1 to 65535"
+        )
+    return match[1].strip("[]"), int(match[2])
 
 
 def resolves(name: str, check: str = "dns") -> Finding:

@@ -90,6 +90,9 @@ def doctor(
 
     Exit status: 0 nothing is wrong, 1 something is, 2 nothing is known to be, but something could not be looked at.
     """
+    for address in asked_workers or (router,):
+        if not address.startswith("unix:"):
+            checks.host_and_port(address)  # raises ConfigError
     findings: list[Finding] = []
     try:
         tls = client_tls(tls_ca, tls_client_cert, tls_client_key, tls_server_name)

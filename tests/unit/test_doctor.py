@@ -10,15 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from kvstore.memory_limit import cgroup_limit
 from protos import kvstore_pb2, types_pb2
+from protos.errors import ConfigError
 from protos.tls import ClientTls
 from tests.certificates import Authority, Issued
 from worker import doctor as checks
 from worker.doctor import FAIL, OK, SKIPPED, UNKNOWN, WARN, Finding
 from worker.doctor_cli import Local as LocalParts
-from worker.doctor_cli import files, mapped, store
+from worker.doctor_cli import doctor, files, mapped, store
 
 
 def one(findings: Finding | list[Finding]) -> Finding:
@@ -54,6 +56,16 @@ def test_ports() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert checks.reachable(address, "port").status == OK
     assert address in bad(checks.reachable(address, "port"))
+
+
+@pytest.mark.parametrize(
+    "address", ["host", "host:", "host:x", ":7700", "host:0", "host:99999", "http://host:1", "a b:1"]
+)
+@pytest.mark.parametrize("option", ["--router", "--worker"])
+def test_a_malformed_address_is_refused_by_name(option: str, address: str) -> None:
+    done = CliRunner().invoke(doctor, [option, address])
+    assert isinstance(done.exception, ConfigError) and done.exception.reason == "BAD_ADDRESS"
+    assert checks.host_and_port("[::1]:7700") == ("::1", 7700)
 
 
 @contextmanager
