@@ -42,6 +42,25 @@ def linear_cell(row_type: str, *, fp8: bool, norm: bool, gated: bool, tiling: Li
     return Cell("linear_few.cu", 0, "few", variant, (kernel,), tuple(defines.items()), tensor_kernels=(kernel,))
 
 
+MANY_TILES = (2, 4, 8)  # of 8 rows of x
+MANY_STAGES = 4  # kManyStages in csrc/linear_many.cuh
+
+
+def many_cell(row_type: str, tiles: int, tiling: LinearTiling | None = None) -> Cell:
+    """x W^T of up to 8 * tiles rows (csrc/linear_many.cuh), tiles of MANY_TILES."""
+    depth, ctas = tiling or LinearTiling(3, 2)
+    variant = "-".join([row_type, f"t{tiles}", *([f"d{depth}c{ctas}"] if tiling else [])])
+    kernel = f"linear_many_{variant.replace('-', '_')}"
+    defines = {
+        "TAILPACK_KERNEL_LINEAR": kernel,
+        "TAILPACK_TYPE": ROW_TYPES[row_type],
+        "TAILPACK_TILES": str(tiles),
+        "TAILPACK_DEPTH": str(depth),
+        "TAILPACK_CTAS": str(ctas),
+    }
+    return Cell("linear_many.cu", 0, "many", variant, (kernel,), tuple(defines.items()), tensor_kernels=(kernel,))
+
+
 def step_cell(row_type: str) -> Cell:
     """Embedding, norms, rotary embedding with append, SwiGLU of rows of `row_type` (csrc/decode_step.cuh)."""
     kernels = tuple(f"{name}_{row_type}" for name in STEP_KERNELS)

@@ -36,7 +36,7 @@ from kernels.cells import Cell
 from kernels.cubins import build, default_folder
 from kernels.decode_cells import DecodeShape, decode_cell
 from kernels.page_cells import APPEND_CELL, fp8_cell, seal_cell
-from kernels.step_cells import linear_cell, sample_cell, step_cell
+from kernels.step_cells import linear_cell, many_cell, sample_cell, step_cell
 from tests.bench import engine_gpu_equal, engine_gpu_linear, engine_gpu_steady
 from tests.bench.engine_gpu_model import LLAMA_3_8B, SMALL, random_llama
 from tests.bench.engine_gpu_steady import Case
@@ -162,10 +162,14 @@ def _linear(report: Report, device: torch.device) -> None:
                 f"check-{shape.name}-{kind}",
                 partial(engine_gpu_linear.check, shape, device, fp8=fp8, rows=checked),
             )
+    for shape in shapes:
+        counts = (9, 30, 64) if device.type == "cuda" else (9,)
+        report.run("linear", f"check-{shape.name}-many", partial(engine_gpu_linear.check_many, shape, device, counts))
     if device.type == "cpu":
         return
     wanted: list[tuple[int, str]] = [(1, "ours"), (1, "cublas"), (1, "ours fp8"), (4, "ours"), (8, "ours")]
     wanted += [(8, "cublas"), (16, "cublas"), (32, "cublas"), (64, "cublas"), (64, "scaled_mm")]
+    wanted += [(8, "many"), (16, "many"), (32, "many"), (64, "many"), (64, "many s2"), (64, "many s4")]
     for rows, kind in wanted:
         for shape in shapes:
             report.run(
@@ -182,6 +186,13 @@ def _linear(report: Report, device: torch.device) -> None:
                     f"{shape.name}-m1-{kind}-d{tiling.depth}c{tiling.ctas}",
                     partial(engine_gpu_linear.measure, shape, device, 1, kind, tiling),
                 )
+    for shape in shapes[:4]:
+        for tiling in engine_gpu_linear.MANY_TILINGS:
+            report.run(
+                "linear",
+                f"{shape.name}-m64-many-d{tiling.depth}c{tiling.ctas}",
+                partial(engine_gpu_linear.measure, shape, device, 64, "many", tiling),
+            )
     for rows in (1, 64):
         for name, settings in (("greedy", {}), ("top-k-top-p", {"temperature": 0.8, "top_k": 50, "top_p": 0.9})):
             report.run(
@@ -235,6 +246,8 @@ def _build(device: torch.device) -> dict[str, Any]:
         for norm, gated in _KINDS:
             others = engine_gpu_linear.GATED_TILINGS if gated else engine_gpu_linear.TILINGS
             cells += [linear_cell("bf16", fp8=fp8, norm=norm, gated=gated, tiling=each) for each in (None, *others)]
+    cells += [many_cell("bf16", tiles) for tiles in (2, 4, 8)]
+    cells += [many_cell("bf16", 8, tiling) for tiling in engine_gpu_linear.MANY_TILINGS]
     cells += [step_cell("bf16"), sample_cell("bf16"), seal_cell(128, "bf16"), fp8_cell("bf16"), APPEND_CELL]
     results = build(dict.fromkeys(cells), [arch], default_folder())
     errors = [f"{result.cell.name}: {result.error}"[:800] for result in results if result.error]

@@ -11,6 +11,8 @@ import torch
 from kernels.cells import Cell
 from kernels.errors import ArgumentError
 from kernels.linear_cuda import FewLinear, LinearWeight, dequantized, linear_few, quantized
+from kernels.linear_many_cuda import ManyLinear, shared_bytes, splits_of
+from kernels.step_cells import many_cell
 from tests.kernels.emulator import Emulator, needs_compiler
 
 BUILT: dict[Cell, Emulator] = {}
@@ -131,3 +133,47 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     for bad in ((x, out), (x[:2, :32], out[:2]), (x[:2], out[:3]), (x[:2].float(), out[:2])):
         with pytest.raises(ArgumentError, match="does not fit the product"):
             few.set_call(*bad, None)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "splits"), [(9, 1), (16, 3), (17, 2), (33, 1), (64, 8), (50, 2)])
+def test_products_of_more_rows(folder: Path, rows: int, splits: int) -> None:
+    torch.manual_seed(rows)
+    n, k = 200, 832
+    weight, bias = torch.randn(n, k).to(torch.bfloat16), torch.randn(n).to(torch.bfloat16)
+    many = ManyLinear(weight, bias, splits)
+    x = torch.randn(rows, 2 * k).to(torch.bfloat16)[:, k:]
+    shape, dtype = ((rows, n), torch.bfloat16) if splits == 1 else ((splits, rows, n), torch.float32)
+    out = torch.full(shape, float("nan"), dtype=dtype)
+    many.set_call(x, out)
+    tiles = ManyLinear.tiles_of(rows)
+    cell = many_cell("bf16", tiles)
+    if cell not in BUILT:
+        BUILT[cell] = Emulator.build("linear_many.cpp", folder, [f"-D{name}={value}" for name, value in cell.defines])
+    BUILT[cell].call("linear", *many.grid, shared_bytes(tiles), many.arguments, seed=rows)
+    got = out if splits == 1 else out.sum(0)
+    exact = x.double() @ weight.double().t() + bias.double()
+    limit = 4e-3 if splits == 1 else 1e-5
+    assert ((got.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max() < limit
+
+
+def test_cuts_fill_the_machine() -> None:
+    sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    assert {name: splits_of(n, k, 132) for name, (n, k) in sizes.items()} == {"qkv": 4, "o": 8, "gate_up": 1, "down": 8}
+    assert splits_of(128256, 4096, 132) == 1 and splits_of(128, 256, 132) == 1
+
+
+def test_more_rows_that_do_not_fit_are_refused() -> None:
+    weight = torch.zeros(32, 128, dtype=torch.bfloat16)
+    for bad in ((weight[:, :96], None, 1), (weight.float(), None, 1), (weight, None, 3), (weight, weight[0], 1)):
+        with pytest.raises(ArgumentError, match="does not fit"):
+            ManyLinear(*bad)
+    many = ManyLinear(weight, None, 2)
+    rows = torch.zeros(65, 128, dtype=torch.bfloat16)
+    for x, out in (
+        (rows, torch.zeros(2, 65, 32)),
+        (rows[:4], torch.zeros(4, 32, dtype=torch.bfloat16)),
+        (rows[:4, :64], torch.zeros(2, 4, 32)),
+    ):
+        with pytest.raises(ArgumentError, match="does not fit the product"):
+            many.set_call(x, out)

@@ -14,7 +14,7 @@ from kernels.cells import Cell
 from tests.kernels.emulator import Emulator
 from tests.unit.fake_gpu_kernels import ARCH, FakeGpuKernels
 
-SOURCES = ("linear_few.cu", "decode_step.cu", "sample.cu")
+SOURCES = ("linear_few.cu", "linear_many.cu", "decode_step.cu", "sample.cu")
 BUILT: dict[Cell, Emulator] = {}
 
 
@@ -54,7 +54,9 @@ class _Launch:
         self._kernels.count(self._cell, self._kernel)
         library, (x, y) = BUILT[self._cell], self._grid
         arguments = type(self._arguments).from_buffer_copy(self._arguments)
-        if self._cell.source == "linear_few.cu":
+        if self._cell.source == "linear_many.cu":
+            library.call("linear", x, y, self._shared_bytes, arguments)
+        elif self._cell.source == "linear_few.cu":
             library.call("linear", x, self._shared_bytes, arguments)
         elif self._cell.source == "sample.cu":
             library.call("sample", x, arguments)
