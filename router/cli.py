@@ -31,6 +31,7 @@ from router.auth import check_tenant, file_lines, new_token
 from router.client import DEFAULT_ADDRESS, MAX_TIMEOUT_S, RetryPolicy, as_chat, build_request
 from router.connection_options import Connection, connection_options
 from router.discovery import WorkerDns
+from router.recovery import DEFAULT_RECOVER_WAIT_S
 from router.relay import MAX_PENDING_BYTES
 from router.server import RouterConfig, serve
 from router.unread import DEFAULT_MAX_UNREAD_BYTES
@@ -90,6 +91,15 @@ def router_group() -> None:
     type=click.IntRange(min=MAX_PENDING_BYTES),
     help="Of all answers, gathered for callers who do not read; above, the largest of them ends with an error.",
 )
+@advanced_option(
+    "--recover-wait",
+    "recover_wait_s",
+    default=DEFAULT_RECOVER_WAIT_S,
+    show_default=True,
+    type=FiniteRange(min=0),
+    metavar="SECONDS",
+    help="How long streams stay open for their lost worker to come back, and Resume waits for one that is away.",
+)
 @click.option(
     "--tokens",
     type=click.Path(path_type=Path),
@@ -124,6 +134,7 @@ def serve_command(
     max_in_flight: int,
     max_request_bytes: int,
     max_unread_bytes: int,
+    recover_wait_s: float,
     tokens: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -155,6 +166,7 @@ def serve_command(
         max_request_bytes,
         max_unread_bytes,
         log_prompts,
+        recover_wait_s=recover_wait_s,
         otlp_endpoint=endpoint_of(otlp_endpoint),
         tokens=tokens,
         tls=server_tls(tls_cert, tls_key, tls_client_ca),

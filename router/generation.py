@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Self
 import structlog
 
 from protos import router_pb2, types_pb2, worker_pb2
-from protos.errors import CapacityError, DeadlineExceeded, RequestCancelled, TailpackError, Unavailable
+from protos.errors import DeadlineExceeded, RequestCancelled, TailpackError, Unavailable
 from protos.histogram import Histogram
 from protos.tracing import NoSpan, Span, error_name, request_span
 from router import policy
 from router.admission import Call
 from router.detokenizer import Detokenizer
 from router.prompt_log import prompt_text
+from router.recovery import Outcome, Recovery, takers
 from router.registry import WorkerLink
 from router.relay import Relay
 from router.replay import Skip
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("router")
 
-MAX_ATTEMPTS = 3
+JOIN_TIMEOUT_S = 2.0
+"""For a worker that is back to say whether it has the sequence."""
 DEADLINE_LAG_S = 0.25
 """A client that ends its call with no more than this left of the deadline is taken to have met the deadline."""
 
@@ -37,7 +39,8 @@ DEADLINE_LAG_S = 0.25
 class Answer:
     """One request between its first check and its end; one log line comes of it.
 
-    Entering it returns with the first chunk there; before that a worker that fails is replaced by another.
+    Entering it returns with the first chunk there. A worker that fails is replaced by itself or another, before and
+    behind that: router/recovery.py says how.
 
     Raises, on entering and from iterating: TailpackError. What was emitted comes ahead of an error.
     """
@@ -61,6 +64,9 @@ class Answer:
         self._cancelled = False
         self._relay: Relay | None = None
         self._stream: Subscription | None = None
+        self._placement = _NOWHERE
+        self._placed_on = _NOBODY  # as it was then
+        self._recovery: Recovery | None = None
         self._first: router_pb2.GenerateResponse | None = None
         self._finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
         self._model = ""
@@ -93,7 +99,10 @@ class Answer:
         assert self._relay is not None, "use it inside `async with`"
         chunk, self._first = self._first, None
         if chunk is None:
-            chunk = await self._relay.next_chunk()
+            try:
+                chunk = await self._relay.next_chunk()
+            except TailpackError as failure:
+                chunk = await self._go_on(failure)
             if chunk is None:
                 raise StopAsyncIteration
         if chunk.finish_reason:
@@ -110,6 +119,8 @@ class Answer:
         self._cancelled = True
         if self._relay is not None:
             self._relay.cancel()
+        if self._recovery is not None:
+            self._recovery.wake.set()
 
     # --- placing ---
 
@@ -124,7 +135,7 @@ class Answer:
         admission.hold(self.call, self._request.ByteSize())
 
     async def _begin(self) -> router_pb2.GenerateResponse | None:
-        """Tokenises and places; places again on another worker while nothing was emitted. Returns the first chunk.
+        """Tokenises and places. Returns the first chunk.
 
         The submission is this call's alone: it ends with the first token, where the stream may live for hours.
         """
@@ -142,30 +153,20 @@ class Answer:
         requests.tenants.admit_prompt(self.call.tenant, len(prompt))
         self._num_charged = len(prompt)
         submit = self._submission(prompt, model)
-        placement = policy.Placement(len(prompt), submit.stop.max_tokens)
+        self._placement = policy.Placement(len(prompt), submit.stop.max_tokens)
         del prompt  # a long one is tens of megabytes as a list, and may queue for minutes
-        tried: list[str] = []
-        failure: TailpackError | None = None
-        while True:
-            with self._span.phase("place"):
-                link = self._choose(model.name, placement, tried, failure)
-            tried.append(link.address)
-            if failure is not None:
-                self._num_retries += 1
-                requests.counters.retries += 1
-            relay_span = self._relay_span = self._span.begin("relay", worker=link.worker_id)
-            submit.traceparent = relay_span.traceparent
-            relay = self._place(submit, placement, link, model)
-            try:
-                return await relay.next_chunk()
-            except (Unavailable, CapacityError) as error:  # before any token: what was emitted comes ahead of an error
-                if relay.num_tokens or len(tried) >= MAX_ATTEMPTS:
-                    raise
-                failure = error
-                relay_span.end(error=error.reason)
-                self._relay_span = None
-                assert self._stream is not None
-                self._stream.leave()
+        if self._cancelled:
+            raise RequestCancelled("the request was cancelled before it ran")
+        with self._span.phase("place"):
+            link = self._choose(self._links())
+        if link is None:
+            raise self._nobody()
+        self._place(submit, link)
+        assert self._relay is not None
+        try:
+            return await self._relay.next_chunk()
+        except TailpackError as failure:
+            return await self._go_on(failure, submit)
 
     async def _tokenize(self, model: types_pb2.ModelInfo) -> list[int]:
         tokenizer, request = self._requests.tokenizer, self._request
@@ -182,21 +183,17 @@ class Answer:
             case _:
                 return list(request.token_ids.ids)
 
-    def _choose(
-        self, model: str, placement: policy.Placement, tried: list[str], failure: TailpackError | None
-    ) -> WorkerLink:
-        if self._cancelled:
-            raise RequestCancelled("the request was cancelled before it ran")
-        registry = self._requests.registry
-        candidates = (link.candidate() for link in self._links(model))
-        address = policy.choose(candidates, placement, self.call.request_id, tried)
-        if address is None:
-            raise failure or self._requests.no_worker()
-        return registry.links[address]
+    def _choose(self, links: list[WorkerLink]) -> WorkerLink | None:
+        address = policy.choose((link.candidate() for link in links), self._placement, self.call.request_id)
+        return None if address is None else self._requests.registry.links[address]
 
-    def _links(self, model: str) -> list[WorkerLink]:
+    def _links(self) -> list[WorkerLink]:
         """Those that may be chosen."""
-        return self._requests.registry.ready(model)
+        return self._requests.registry.ready(self._model)
+
+    def _nobody(self) -> TailpackError:
+        """The error where there is none."""
+        return self._requests.no_worker()
 
     def _submission(self, prompt: list[int], model: types_pb2.ModelInfo) -> worker_pb2.Submit:
         request, call = self._request, self.call
@@ -215,15 +212,91 @@ class Answer:
             submit.deadline_unix_ns = time.time_ns() + int(self._deadline_s * 1e9)
         return submit
 
-    def _place(
-        self, submit: worker_pb2.Submit, placement: policy.Placement, link: WorkerLink, model: types_pb2.ModelInfo
-    ) -> Relay:
+    def _place(self, submit: worker_pb2.Submit, link: WorkerLink) -> None:
+        """The first time, or again with what is said of the sequence from here on."""
+        assert link.info is not None
+        span = self._relay_span = self._span.begin("relay", worker=link.worker_id)
+        submit.traceparent = span.traceparent
         stream = Subscription(link, self.call.sequence_id, resumable=submit.HasField("resumable"))
-        charge = partial(self._requests.tenants.charge, self.call.tenant)
-        relay = self._relay_of(stream, placement.prompt_tokens, model, self._requests.metrics.itl, charge)
-        link.submit(submit, relay, placement)
-        self._stream, self._relay = stream, relay
-        return relay
+        relay = self._relay
+        if relay is None:
+            charge = partial(self._requests.tenants.charge, self.call.tenant)
+            relay = self._relay_of(
+                stream, self._placement.prompt_tokens, link.info.model, self._requests.metrics.itl, charge
+            )
+        link.submit(submit, relay, self._placement)
+        if self._relay is not None:
+            relay.go_on(stream, link.worker_id, repeats=stream.resumable)
+        self._stream, self._relay, self._placed_on = stream, relay, link.info
+
+    # --- when a worker fails ---
+
+    async def _go_on(
+        self, failure: TailpackError, submit: worker_pb2.Submit | None = None
+    ) -> router_pb2.GenerateResponse | None:
+        """Places it again until a chunk comes of it. submit: while nothing was emitted, what was submitted.
+
+        Raises:
+            TailpackError: nobody takes it, or the failure is none that another worker could mend.
+        """
+        relay, stream = self._relay, self._stream
+        assert relay is not None and stream is not None
+        recovery = self._recovery = self._recovery or self._new_recovery(relay)
+        while True:
+            self._end_relay_span(failure)
+            stream.leave()
+            recovery.failed(failure, stream, self._placed_on)
+            outcome = await self._place_again(recovery, submit)
+            stream = self._stream or stream
+            try:
+                chunk = await relay.next_chunk()
+            except TailpackError as again:
+                failure = again
+                continue
+            if outcome is not None:
+                recovery.went_on(outcome)
+            return chunk
+
+    def _new_recovery(self, relay: Relay) -> Recovery:
+        requests = self._requests
+        return Recovery(requests.registry, relay, requests.recover_wait_s, requests.recovered)
+
+    async def _place_again(self, recovery: Recovery, submit: worker_pb2.Submit | None) -> Outcome | None:
+        """Where there is a place for it. None: it was cancelled. Raises TailpackError where there is none in time."""
+        relay, stream = self._relay, self._stream
+        assert relay is not None and stream is not None
+        links = self._links if relay.num_tokens == 0 else lambda: takers(self._links(), self._placed_on)
+        while True:
+            with self._span.phase("place"):
+                link = await recovery.place(links, self._choose)
+            if link is None:
+                return None
+            joins = await recovery.joins(link, stream, self.call.tenant, JOIN_TIMEOUT_S)
+            if submit is None or relay.num_tokens:
+                submit = await self._submission_again(relay)
+            if recovery.cancelled:
+                return None
+            try:
+                self._place(submit, link)
+            except Unavailable:  # it has left since
+                recovery.refused(link)
+                continue
+            if relay.num_tokens == 0:
+                self._num_retries += 1
+                self._requests.counters.retries += 1
+            return "joined" if joins else "recomputed"
+
+    async def _submission_again(self, relay: Relay) -> worker_pb2.Submit:
+        """What is to be said of a sequence that began: its prompt is made again, as its tokens are long forgotten."""
+        model = self._placed_on.model
+        submit = self._submission(await self._tokenize(model), model)
+        submit.stop.max_tokens = self._placement.max_tokens
+        submit.emitted_token_ids.extend(relay.log.token_ids)
+        if relay.seed and not submit.sampling.HasField("seed"):
+            submit.sampling.seed = relay.seed
+        if submit.deadline_unix_ns and (left_s := self.call.remaining_s()) is not None:
+            submit.deadline_unix_ns = time.time_ns() + int(left_s * 1e9)
+        return submit
 
     def _relay_of(
         self,
@@ -252,6 +325,7 @@ class Answer:
             emitted=emitted,
             skip=skip,
             unread=self._requests.unread,
+            logs=self._requests.token_logs,
         )
 
     # --- the end ---
@@ -271,13 +345,16 @@ class Answer:
             self._end_spans(reason, error)
 
     def _end_spans(self, reason: str, error: BaseException | None) -> None:
-        failed = error_name(error) if isinstance(error, Exception) else None
-        if self._relay_span is not None:
-            if self._relay is not None and self._relay.pace.first_ns is not None:
-                self._relay_span.event("first token", self._relay.pace.first_ns)
-            self._relay_span.end(error=failed)
+        self._end_relay_span(error)
         self._span.set(model=self._model, prompt_tokens=self._num_prompt_tokens, reason=reason)
-        self._span.end(error=failed)
+        self._span.end(error=_failure_name(error))
+
+    def _end_relay_span(self, error: BaseException | None) -> None:
+        span, self._relay_span = self._relay_span, None
+        if span is not None:
+            if self._relay is not None and self._relay.pace.first_ns is not None:
+                span.event("first token", self._relay.pace.first_ns)
+            span.end(error=_failure_name(error))
 
     def _outcome(self, error: BaseException | None) -> tuple[str, str]:
         """Which counter the request ends in, and why it ended."""
@@ -325,6 +402,7 @@ class Answer:
             prefix_exact=usage.prefix_exact if usage else None,
             output_tokens=num_tokens,
             retries=self._num_retries,
+            recovered=",".join(self._recovery.outcomes) or None if self._recovery is not None else None,
             tokenize_ms=None if tokenized_ns is None else _ms(tokenized_ns - self._started_ns),
             queue_ms=None if timings is None else _ms(timings.queue_ns),
             prefill_ms=None if timings is None else _ms(timings.prefill_ns),
@@ -351,6 +429,10 @@ class Answer:
             metrics.reused(usage.cached_prompt_tokens, usage.prefix_exact)
 
 
+def _failure_name(error: BaseException | None) -> str | None:
+    return error_name(error) if isinstance(error, Exception) else None
+
+
 def _ran_out(deadline_s: float | None, remaining_s: float | None) -> bool:
     """Whether a call that the client ended was ended by its deadline; both in seconds, None without a deadline.
 
@@ -362,6 +444,7 @@ def _ran_out(deadline_s: float | None, remaining_s: float | None) -> bool:
     return remaining_s <= 0.01 * deadline_s + min(DEADLINE_LAG_S, deadline_s / 4)
 
 
+_NOWHERE, _NOBODY = policy.Placement(0, 0), types_pb2.WorkerInfo()
 _SHORT = {number: name.removeprefix("FINISH_REASON_") for name, number in types_pb2.FinishReason.items()}
 
 

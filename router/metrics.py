@@ -131,6 +131,24 @@ class RouterCollector(LazyCollector):
         yield CounterMetricFamily(
             "tailpack_router_retries", "Requests placed again before anything was emitted.", value=counters.retries
         )
+        recoveries = CounterMetricFamily(
+            "tailpack_router_recoveries",
+            "Streams that lost their worker behind the first token, by what became of them.",
+            labels=["outcome"],
+        )
+        for outcome in ("joined", "recomputed", "lost"):
+            recoveries.add_metric([outcome], getattr(counters, f"recovered_{outcome}"))
+        yield recoveries
+        yield GaugeMetricFamily(
+            "tailpack_router_logged_tokens",
+            "Of live streams, kept so that another worker can go on with them.",
+            value=requests.token_logs.num_tokens,
+        )
+        yield CounterMetricFamily(
+            "tailpack_router_logs_dropped",
+            "Streams whose tokens are no longer kept, for want of room.",
+            value=requests.token_logs.num_dropped,
+        )
         yield CounterMetricFamily(
             "tailpack_router_resumes", "Calls that went on with an answer, or joined it.", value=counters.resumes
         )

@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import itertools
 import random
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,6 +21,7 @@ import structlog
 
 from protos import kvstore_pb2, router_pb2, rpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.errors import ModelError, PreconditionFailed, TailpackError, Unavailable, WorkerLost
+from protos.limits import MAX_RESUME_GRACE_MS
 from protos.tls import ClientTls
 from router.policy import Candidate, OwnLoad, Placement, candidate
 from router.relay import Relay
@@ -33,6 +36,15 @@ MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 RESUME = "resume"
 """The feature of workers that keep resumable sequences; no other is asked for one."""
+ADOPT = "adopt"
+"""The feature of workers that go on with their predecessor's sequences, and report once a second whatever they do."""
+EMITTED = "emitted_token_ids"
+"""The feature of workers that go on behind tokens that were emitted elsewhere."""
+SILENT_S = 5.0
+"""Without a message for so long, a worker that reports once a second is taken to be gone. One that was killed is known
+at once, by its connection; one that is stopped its store kills; so this is for what gRPC's keepalive sees in 15 s."""
+
+SILENT_LOOKS = 5
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,8 @@ class WorkerLink:
         self.load = types_pb2.WorkerLoad()
         self.own = OwnLoad()
         self.num_stray_outputs = 0  # about sequences that nobody here knows; stays 0
+        self.num_welcomes = 0  # sessions so far; what was said in one is over with it
+        self.away_since_s: float | None = time.monotonic()  # None: it can be asked, or is not a worker of ours
         self._own_at_report = OwnLoad()
         self._hello = worker_pb2.Hello(router_id=router_id, incarnation=incarnation)
         self._tokenizer = tokenizer
@@ -111,6 +125,7 @@ class WorkerLink:
         self._tls = tls
         self._welcome_timeout_s = WELCOME_TIMEOUT_S if welcome_timeout_s is None else welcome_timeout_s
         self._welcomed = False
+        self._num_messages = 0
         self._entries: dict[str, _Entry] = {}
         self._numbers = itertools.count(1)
         self._outbox: deque[worker_pb2.RouterMessage] = deque()
@@ -141,9 +156,19 @@ class WorkerLink:
         self.own.num_pages += placement.num_pages
         self._send(worker_pb2.RouterMessage(submit=submit))
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a session is open."""
+        return self.state in ("ready", "draining")
+
+    def away_s(self) -> float | None:
+        """For how long it could not be asked, in seconds; None: it can."""
+        return None if self.away_since_s is None else time.monotonic() - self.away_since_s
+
     def may_have_any(self) -> bool:
-        """It cannot be asked, and what other routers see of it may run on."""
-        return self.state in ("connecting", "lost")
+        """It cannot be asked, but was here, and no longer ago than an answer may be kept: it may have some yet."""
+        away_s = self.away_s()
+        return self.info is not None and away_s is not None and away_s < MAX_RESUME_GRACE_MS / 1e3
 
     def subscription_name(self, request_id: str) -> str:
         """A new one: ids have no "#"."""
@@ -151,7 +176,7 @@ class WorkerLink:
 
     def subscribe(self, name: str, request_id: str, tenant: str, relay: Relay) -> None:
         """Feeds a relay with a resumable sequence, whoever submitted it. It costs the worker nothing to compute."""
-        if self.state not in ("ready", "draining"):
+        if not self.is_connected:
             raise Unavailable(f"worker {self.worker_id} cannot be asked", given=self.state, retry_after_ms=500)
         self._entries[name] = _Entry(relay, Placement(0, 0), counted=False)
         resume = worker_pb2.Resume(request_id=request_id, tenant=tenant, subscription_id=name)
@@ -185,7 +210,11 @@ class WorkerLink:
             self.abort(request_id)
 
     def can_resume(self) -> bool:
-        return self.info is not None and RESUME in self.info.features
+        return self.has(RESUME)
+
+    def has(self, feature: str) -> bool:
+        """Whether the worker named this feature when it was here last."""
+        return self.info is not None and feature in self.info.features
 
     async def find(self, request_id: str, tenant: str, timeout_s: float) -> worker_pb2.FindResponse:
         """Whether it has this resumable sequence. Raises TailpackError when it cannot be asked."""
@@ -215,8 +244,7 @@ class WorkerLink:
         except grpc.RpcError as failure:
             raise rpc.error_from(failure) from failure
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if _is_cancelled():
                 raise
             # The session ended, and closing its channel cancelled this call: nobody cancelled who asks.
             raise Unavailable(f"worker {self.worker_id} was lost while it was asked", retry_after_ms=500) from None
@@ -274,7 +302,14 @@ class WorkerLink:
         """One session from hello to its end."""
         self._outbox.clear()
         call = stub.Session()
-        writer: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[None]] = []
+        silent = False
+
+        def cut() -> None:
+            nonlocal silent
+            silent = True
+            call.cancel()
+
         try:
             try:
                 async with asyncio.timeout(self._welcome_timeout_s):
@@ -286,14 +321,32 @@ class WorkerLink:
                 raise Unavailable("the first message was no welcome")
             self._welcome(first.welcome)
             self._stub = stub
-            writer = asyncio.create_task(self._write(call))
+            tasks.append(asyncio.create_task(self._write(call)))
+            if self.has(ADOPT):
+                tasks.append(asyncio.create_task(self._listen(cut)))
             while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
+                self._num_messages += 1
                 self._take(message)
+        except (grpc.RpcError, asyncio.CancelledError):
+            if silent and not _is_cancelled():
+                raise Unavailable(f"not a word for {SILENT_S:g} s") from None
+            raise
         finally:
             self._stub = None
-            if writer is not None:
-                writer.cancel()
+            for task in tasks:
+                task.cancel()
             call.cancel()
+
+    async def _listen(self, cut: Callable[[], None]) -> None:
+        """Cuts a session in which nothing is said any more. It looks several times: a router that was held up itself
+        looks once before it has read what came meanwhile.
+        """
+        heard, num_silent = -1, 0
+        while num_silent < SILENT_LOOKS:
+            await asyncio.sleep(SILENT_S / SILENT_LOOKS)
+            num_silent = num_silent + 1 if heard == self._num_messages else 0
+            heard = self._num_messages
+        cut()
 
     def _welcome(self, welcome: worker_pb2.Welcome) -> None:
         info = welcome.info
@@ -304,6 +357,7 @@ class WorkerLink:
             log.info("worker restarted", worker=info.worker_id, incarnation=info.incarnation, before=before.incarnation)
         self.info = info
         self._welcomed = True
+        self.num_welcomes += 1
         self._report(welcome.load)
         self._set("ready")
 
@@ -359,6 +413,10 @@ class WorkerLink:
             if not entry.prefilled:
                 self.own.queued_tokens -= entry.placement.prompt_tokens
 
+    def gone(self) -> None:
+        """Nobody is at this address any more; its run is about to be cancelled."""
+        self._set("lost", "its address is no worker's any more")
+
     def _lose(self, why: str) -> None:
         self._set("connecting" if self.info is None else "lost", why)
 
@@ -381,7 +439,17 @@ class WorkerLink:
             level = log.warning if state in ("lost", "refused") else log.info
             level("worker state", address=self.address, worker=self.worker_id, state=state, why=why)
         self.state, self.why = state, why
+        if state in ("ready", "draining", "refused"):
+            self.away_since_s = None
+        elif self.away_since_s is None:
+            self.away_since_s = time.monotonic()
         self._changed()
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled this task, and not only a call in it."""
+    task = asyncio.current_task()
+    return task is not None and bool(task.cancelling())
 
 
 class Registry:
@@ -398,10 +466,14 @@ class Registry:
         tls: ClientTls | None = None,
     ) -> None:
         def new_link(address: str) -> WorkerLink:
-            return WorkerLink(address, router_id, incarnation, tokenizer, admit=self._admit, changed=changed, tls=tls)
+            return WorkerLink(
+                address, router_id, incarnation, tokenizer, admit=self._admit, changed=self._changed, tls=tls
+            )
 
+        self.closed = False
         self._new_link = new_link
-        self._changed = changed
+        self._tell = changed
+        self._watchers: set[asyncio.Event] = set()
         self.links = {address: new_link(address) for address in dict.fromkeys(addresses)}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -412,6 +484,20 @@ class Registry:
     def _run(self, link: WorkerLink) -> None:
         self._tasks[link.address] = asyncio.create_task(link.run(), name=f"link {link.address}")
 
+    def _changed(self) -> None:
+        for watcher in self._watchers:
+            watcher.set()
+        self._tell()
+
+    @contextmanager
+    def watch(self, watcher: asyncio.Event) -> Iterator[None]:
+        """Sets the event whenever a worker comes, goes or changes its state, and when this closes."""
+        self._watchers.add(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.discard(watcher)
+
     def add(self, address: str) -> None:
         """Connects to one more worker, after ``start``. Nothing happens where it is known."""
         if address not in self.links:
@@ -419,16 +505,19 @@ class Registry:
             self._run(self.links[address])
 
     def forget(self, address: str) -> None:
-        """Ends a link for good; sequences that it still has end with WORKER_LOST."""
-        if self.links.pop(address, None) is not None:
+        """Ends a link for good; its sequences have lost their worker."""
+        if (link := self.links.pop(address, None)) is not None:
+            link.gone()
             self._tasks.pop(address).cancel()
-            self._changed()
 
     def states(self) -> dict[str, str]:
         """Of all workers, by address."""
         return {address: link.state for address, link in self.links.items()}
 
     async def close(self) -> None:
+        """Ends all links; what runs there has lost its worker, and is not taken to another."""
+        self.closed = True
+        self._changed()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -441,6 +530,14 @@ class Registry:
             for link in self.links.values()
             if link.state == "ready" and link.info is not None and model in (None, link.info.model.name)
         ]
+
+    def named(self, worker_id: str) -> list[WorkerLink]:
+        """Links to the worker of this id, wherever it is or was."""
+        return [link for link in self.links.values() if link.info is not None and link.info.worker_id == worker_id]
+
+    def is_any_away(self) -> bool:
+        """Whether a worker that was here may come back."""
+        return any(link.may_have_any() for link in self.links.values())
 
     def models(self) -> set[str]:
         """Names of all models seen so far, those of lost workers included."""

@@ -7,6 +7,7 @@ slow reader gets fewer and larger chunks.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from router.detokenizer import Detokenizer
 from router.metrics import TokenPace
 from router.replay import Skip
 from router.stop_strings import StopStringFilter
+from router.token_log import TokenLog, TokenLogs
 from router.unread import Unread
 
 MAX_PENDING_BYTES = 4 << 20
@@ -41,9 +43,16 @@ class Source(Protocol):
 
 
 class Relay:
-    """One placement of a request, or one stream that goes on with its answer.
+    """One answer, or one stream that goes on with it. Where its worker is lost it can go on from another placement.
 
-    If a placement fails before its first token, the request is placed on another worker, with another relay.
+    Attributes:
+        num_tokens: accepted from workers; those behind a stop string are not.
+        ended: nothing more will come from the worker.
+        is_lost: it ended by the worker's fault, and can go on (``go_on``).
+        was_cut: the session with the worker broke; it said nothing.
+        log: the accepted tokens.
+        seed: as the worker said it with the first token; 0: it did not.
+        last_output: the worker's last word: usage, timings.
     """
 
     def __init__(
@@ -59,19 +68,24 @@ class Relay:
         emitted: Callable[[int], None] = lambda num_tokens: None,
         skip: Skip | None = None,
         unread: Unread | None = None,
+        logs: TokenLogs | None = None,
     ) -> None:
         """
         Args:
             unread: where what its caller has not read is counted with that of others; None: it is alone.
+            logs: where its tokens are counted with those of others; None: it is alone.
             source: what may be asked of the worker about the sequence.
             itl: where the gaps between tokens are counted.
             emitted: told the number of tokens of each step.
             skip: what of the answer the caller has: the first chunk begins behind it.
         """
-        self.num_tokens = 0  # accepted from the worker; those behind a stop string are not
-        self.ended = False  # nothing more will come from the worker
+        self.num_tokens = 0
+        self.ended = False
+        self.is_lost = self.was_cut = False
         self.pace = TokenPace(itl)
-        self.last_output: worker_pb2.SequenceOutput | None = None  # the worker's last word: usage, timings
+        self.log = TokenLog(logs or TokenLogs())
+        self.seed = 0
+        self.last_output: worker_pb2.SequenceOutput | None = None
         self._request_id = request_id
         self._worker_id = worker_id
         self._num_prompt_tokens = num_prompt_tokens
@@ -82,10 +96,13 @@ class Relay:
         self._skip = skip if skip is not None and not skip.done else None
         self._first_token = skip.place.token_offset if skip is not None else 0
         self._more_waits = False  # the worker holds back more of a replay
+        self._known_again: int | None = None  # tokens of ours that a placement may send again, and has sent so far
         self._emitted = emitted
         self._unread = unread or Unread()
         self._wake = asyncio.Event()
         self._chunk = router_pb2.GenerateResponse(request_id=request_id, worker_id=worker_id)  # what gathers
+        self._full: deque[router_pb2.GenerateResponse] = deque()  # gathered before it
+        self._had_logprobs = False
         self._texts: list[str] = []
         self._pending_bytes = 0
         self._text_offset = skip.place.text_offset if skip is not None else 0
@@ -102,17 +119,21 @@ class Relay:
         return self._pending_bytes
 
     def close(self) -> None:
-        """Nobody will read any more of it."""
+        """Nobody will read any more of it, and it will not go on."""
         self._forget_pending()
+        self.log.close()
 
     def shed(self, num_bytes: int, allowed: int) -> None:
         """Frees what gathered: the answers of this router hold too much together, and this one most of it."""
         error = _slow_reader(f"{self._pending_bytes} bytes unread, {num_bytes} of all callers", f"{allowed} of all")
         if not self.ended:
             self._source.leave()
+        if self.is_lost:  # without what is dropped here it cannot go on
+            self.is_lost, self._error = False, None
         self.ended, self._skip = True, None
         self._error = self._error or error
         self._chunk = router_pb2.GenerateResponse(request_id=self._request_id, worker_id=self._worker_id)
+        self._full.clear()
         self._forget_pending()
         self._wake.set()
 
@@ -136,7 +157,38 @@ class Relay:
         self._wake.set()
 
     def fail(self, error: TailpackError) -> None:
-        """Ends the answer with an error, behind what has gathered. One that was complete already stays complete."""
+        """The session with the worker broke: the answer ends with an error, behind what has gathered, and can go on.
+        One that was complete already stays complete.
+        """
+        if not self.ended:
+            self.is_lost = self.was_cut = self._settle_until is None
+            self._end(error)
+
+    def go_on(self, source: Source, worker_id: str, *, repeats: bool) -> None:
+        """Behind a failure: what is fed from here on comes from another placement, and begins behind the tokens here.
+
+        Args:
+            repeats: it may begin with token 0 instead. Tokens that are here must be the same, and are left out.
+        """
+        self.ended = self.is_lost = self.was_cut = False
+        self._error = None
+        self._source, self._worker_id = source, worker_id
+        self._chunk.worker_id = worker_id
+        self._more_waits = False
+        self._known_again = 0 if repeats else None
+
+    def cancel(self) -> None:
+        """Somebody asked to end this request: the caller gets a last chunk that says so."""
+        if self.is_lost:  # nobody is there to be told
+            self.is_lost, self._error = False, None
+            self._reason = types_pb2.FINISH_REASON_ABORTED
+            self._end_text()
+            self._wake.set()
+        elif not self.ended and self._settle_until is None:
+            self._settle(types_pb2.FINISH_REASON_ABORTED)
+            self._source.cancel()
+
+    def _end(self, error: TailpackError) -> None:
         if self.ended:
             return
         if self._settle_until is None:
@@ -146,30 +198,30 @@ class Relay:
         self.ended = True
         self._wake.set()
 
-    def cancel(self) -> None:
-        """Somebody asked to end this request: the caller gets a last chunk that says so."""
-        if not self.ended and self._settle_until is None:
-            self._settle(types_pb2.FINISH_REASON_ABORTED)
-            self._source.cancel()
-
     def _accept(self, output: worker_pb2.SequenceOutput) -> None:
-        token_ids, logprobs = output.token_ids, output.logprobs
-        if output.token_offset != self.num_tokens:
-            kind = "gap" if output.token_offset > self.num_tokens else "repeat"
-            self._break(f"a {kind} in the tokens", f"offset {output.token_offset}", f"offset {self.num_tokens}")
-            return
+        token_ids: list[int] = output.token_ids[:]  # going through the field itself takes several times as long
+        logprobs: Sequence[types_pb2.PositionLogprobs] = output.logprobs
         if logprobs and len(logprobs) != len(token_ids):
             self._break("log-probabilities that do not match the tokens", len(logprobs), len(token_ids))
             return
+        if self._known_again is not None:
+            num_known = self._pass_over(output.token_offset, token_ids)
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+            if self.ended or not token_ids:
+                return
+        elif output.token_offset != self.num_tokens:
+            kind = "gap" if output.token_offset > self.num_tokens else "repeat"
+            self._break(f"a {kind} in the tokens", f"offset {output.token_offset}", f"offset {self.num_tokens}")
+            return
         if self.pace.first_ns is None:
-            self._chunk.seed = output.seed
+            self.seed = self._chunk.seed = output.seed
         self.pace.came(len(token_ids))
         if not self._token_by_token:
             self._take(token_ids, logprobs, self._detokenizer.push(token_ids))
             return
         for position, token_id in enumerate(token_ids):
             shown = self._stops.push(self._detokenizer.push((token_id,)))
-            self._take((token_id,), logprobs[position : position + 1], shown)
+            self._take([token_id], logprobs[position : position + 1], shown)
             if self.ended:
                 return
             if self._stops.matched is not None:
@@ -180,8 +232,26 @@ class Relay:
                     self._source.complete()
                 return
 
-    def _take(self, token_ids: Sequence[int], logprobs: Sequence[types_pb2.PositionLogprobs], text: str) -> None:
+    def _pass_over(self, first: int, token_ids: list[int]) -> int:
+        """How many of an output's tokens are here already: another placement sends them again, from the first on."""
+        if first == self.num_tokens:
+            self._known_again = None
+            return 0
+        num_known = min(len(token_ids), self.num_tokens - first)
+        if first != self._known_again:
+            kind = "gap" if first > self.num_tokens else "repeat"
+            self._break(f"a {kind} in the tokens", f"offset {first}", f"offset {self.num_tokens}")
+        elif self.log.whole and self.log.token_ids[first : first + num_known].tolist() != token_ids[:num_known]:
+            self._break("other tokens than before", f"offset {first}", "what the worker before it sent")
+        else:
+            self._known_again = first + num_known if first + num_known < self.num_tokens else None
+        return num_known
+
+    def _take(self, token_ids: list[int], logprobs: Sequence[types_pb2.PositionLogprobs], text: str) -> None:
+        if logprobs or self._had_logprobs:
+            self._keep_apart(bool(logprobs))
         self.num_tokens += len(token_ids)
+        self.log.extend(token_ids)
         self._emitted(len(token_ids))
         if self._skip is not None:
             token_ids, logprobs = self._skip.tokens(token_ids, logprobs)
@@ -199,8 +269,14 @@ class Relay:
             self._pending_bytes += num_bytes
             self._unread.grow(self, num_bytes)
         if self._pending_bytes > MAX_PENDING_BYTES and not self.ended:
-            self.fail(_slow_reader(f"{self._pending_bytes} bytes unread", f"{MAX_PENDING_BYTES} bytes"))
+            self._end(_slow_reader(f"{self._pending_bytes} bytes unread", f"{MAX_PENDING_BYTES} bytes"))
             self._source.leave()
+
+    def _keep_apart(self, with_logprobs: bool) -> None:
+        """Tokens whose log-probabilities were lost with a worker share no chunk with others."""
+        self._had_logprobs = True
+        if self._chunk.token_ids and with_logprobs != bool(self._chunk.logprobs):
+            self._full.append(self._gathered())
 
     def _settle(self, reason: types_pb2.FinishReason.ValueType) -> None:
         self._reason = reason
@@ -211,7 +287,8 @@ class Relay:
     def _finish(self, output: worker_pb2.SequenceOutput) -> None:
         if self._settle_until is None and not self._reason:
             if output.finish_reason == types_pb2.FINISH_REASON_ERROR:
-                self.fail(rpc.from_detail(output.error))
+                self.is_lost = True
+                self._end(rpc.from_detail(output.error))
                 return
             if output.HasField("usage") and output.usage.output_tokens != self.num_tokens:
                 self._break("an end that does not fit the tokens", output.usage.output_tokens, self.num_tokens)
@@ -238,7 +315,7 @@ class Relay:
             self._texts.append(text)
 
     def _break(self, what: str, given: object, allowed: object) -> None:
-        self.fail(
+        self._end(
             InternalError(f"worker {self._worker_id} sent {what}", reason="TOKEN_GAP", given=given, allowed=allowed)
         )
         self._source.leave()
@@ -264,7 +341,8 @@ class Relay:
         self._skip = None
         self._forget_pending()
         del self._chunk.token_ids[:], self._chunk.logprobs[:]
-        self.ended = True
+        self._full.clear()
+        self.ended, self.is_lost = True, False
         self._source.leave()
 
     def _ask_for_more(self) -> None:
@@ -292,18 +370,25 @@ class Relay:
             except TimeoutError:
                 self._end_text()
                 self.ended = True
+        if self._full:
+            return self._full.popleft()
         if self._last_chunk_taken:
             return None
         if self._error is not None and not (self._chunk.token_ids or self._texts):
             raise self._error
         return self._take_chunk()
 
-    def _take_chunk(self) -> router_pb2.GenerateResponse:
+    def _gathered(self) -> router_pb2.GenerateResponse:
         chunk, self._chunk = self._chunk, router_pb2.GenerateResponse(request_id=self._request_id)
         chunk.text = "".join(self._texts)
         chunk.text_offset = self._text_offset
         chunk.token_offset = max(self.num_tokens, self._first_token) - len(chunk.token_ids)
         self._text_offset += len(chunk.text.encode())
+        self._texts = []
+        return chunk
+
+    def _take_chunk(self) -> router_pb2.GenerateResponse:
+        chunk = self._gathered()
         self._forget_pending()
         if self._more_waits:
             self._ask_for_more()

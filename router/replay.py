@@ -35,8 +35,8 @@ class Skip:
         return not (self._tokens or self._text)
 
     def tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[types_pb2.PositionLogprobs]
-    ) -> tuple[Sequence[int], Sequence[types_pb2.PositionLogprobs]]:
+        self, token_ids: list[int], logprobs: Sequence[types_pb2.PositionLogprobs]
+    ) -> tuple[list[int], Sequence[types_pb2.PositionLogprobs]]:
         """Those that are new to the caller."""
         cut = min(self._tokens, len(token_ids))
         self._tokens -= cut

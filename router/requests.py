@@ -20,12 +20,14 @@ from protos.tls import ClientTls
 from protos.tracing import Tracing
 from protos.version import release
 from router.admission import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_REQUEST_BYTES, Admission, Call, sequence_id
-from router.find import worker_not_asked
+from router.find import ask_until_back
 from router.generation import Answer
 from router.metrics import RequestMetrics, histogram_message
+from router.recovery import DEFAULT_RECOVER_WAIT_S, Outcome
 from router.registry import Registry, TokenizerFacts
 from router.resume import Resumables
 from router.tenants import NO_LIMITS, TenantLimits, Tenants
+from router.token_log import TokenLogs
 from router.tokenizer import Tokenizer
 from router.unread import DEFAULT_MAX_UNREAD_BYTES, Unread
 
@@ -39,7 +41,7 @@ class Counters:
     A call of Generate counts as a request, also one that joins an answer; a call of Resume does not. A resumable
     request whose call is lost ends here as cancelled (its log line says DETACHED), though it runs on: whoever goes on
     with it counts in resumes. output_tokens are those that callers were sent: two that read one answer count twice.
-    prompt_tokens are of requests that were placed, once each.
+    prompt_tokens are of requests that were placed, once each. recovered_*: see StatsResponse.
     """
 
     requests: int = 0
@@ -51,6 +53,9 @@ class Counters:
     output_tokens: int = 0
     retries: int = 0
     resumes: int = 0
+    recovered_joined: int = 0
+    recovered_recomputed: int = 0
+    recovered_lost: int = 0
 
 
 class Requests:
@@ -65,6 +70,7 @@ class Requests:
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
         max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES,
+        recover_wait_s: float = DEFAULT_RECOVER_WAIT_S,
         log_prompts: bool = False,
         tracing: Tracing | None = None,
         limits_of: Callable[[str], TenantLimits] = lambda tenant: NO_LIMITS,
@@ -78,6 +84,7 @@ class Requests:
             addresses: of the workers.
             max_in_flight, max_request_bytes: of all requests in flight; more are refused with a retry hint.
             max_unread_bytes: of all answers, gathered for callers who do not read; above, the largest of them ends.
+            recover_wait_s: for how long a stream that lost its worker waits for a place, and Resume for workers.
             log_prompts: a request's line in the log has its prompt.
             tracing: where spans go; None: nowhere.
             limits_of: each tenant's limits; asked anew for each request.
@@ -90,6 +97,7 @@ class Requests:
         self.tokenizer = tokenizer
         self.counters = Counters()
         self.metrics = RequestMetrics()
+        self.recover_wait_s = recover_wait_s
         self.log_prompts = log_prompts
         self.tracing = tracing
         self._switches = switches
@@ -98,6 +106,7 @@ class Requests:
         facts = TokenizerFacts(tokenizer.digest, tokenizer.vocab_size)
         self.registry = Registry(addresses, self.router_id, incarnation, facts, self._workers_changed, tls=worker_tls)
         self.unread = Unread(max_unread_bytes)
+        self.token_logs = TokenLogs()
         self.tenants = Tenants(limits_of, time.monotonic)
         self.admission = Admission(max_in_flight, max_request_bytes, self.registry.knows, self.tenants)
         self.resumables = Resumables(self)
@@ -120,6 +129,11 @@ class Requests:
         """Requests whose calls are open."""
         return self.admission.num_in_flight - self.resumables.num_resumed - self.resumables.num_looking
 
+    def recovered(self, outcome: Outcome) -> None:
+        """Counts a stream whose worker was lost, by what became of it."""
+        name = f"recovered_{outcome}"
+        setattr(self.counters, name, getattr(self.counters, name) + 1)
+
     # --- what the doors ask for ---
 
     def answer(self, request: router_pb2.GenerateRequest, call: Call) -> AbstractAsyncContextManager[Answer]:
@@ -132,8 +146,10 @@ class Requests:
         """The answer to a resumable request behind what the caller has. ``call``: its own, under that request's id."""
         return self.resumables.resume(request, call)
 
-    async def cancel(self, request_id: str, tenant: str) -> bool:
+    async def cancel(self, request_id: str, tenant: str, remaining_s: float | None = None) -> bool:
         """Ends a request of this tenant and all its choices, also one that another router serves. False: there is none.
+
+        remaining_s: until the caller's deadline; it is told before that.
 
         Raises:
             Unavailable: WORKER_NOT_ASKED: a worker cannot be asked, so that "none" would be a guess.
@@ -143,21 +159,27 @@ class Requests:
         if own and wanted not in self.resumables.firsts:
             return True
         # Of a resumable one the answer may have ended already and be kept, or another worker have an earlier placement.
-        links = [link for link in self.registry.links.values() if link.state in ("ready", "draining")]
-        not_asked = [f"{each.address} is {each.state}" for each in self.registry.links.values() if each.may_have_any()]
+        wait_s = self.recover_wait_s if remaining_s is None else min(self.recover_wait_s, 0.8 * remaining_s)
+
+        async def ask() -> tuple[bool | None, list[str]]:
+            found, failures = await self._abort_foreign(wanted, tenant)
+            return found or own or None, failures
+
+        return await ask_until_back(self.registry, wait_s, ask) is not None
+
+    async def _abort_foreign(self, wanted: str, tenant: str) -> tuple[bool, list[str]]:
+        """(whether a worker had it, workers that did not answer and why)."""
+        links = [link for link in self.registry.links.values() if link.is_connected]
         answers = await asyncio.gather(
             *(link.abort_foreign(wanted, tenant, CANCEL_TIMEOUT_S) for link in links), return_exceptions=True
         )
-        if own or any(answer is True for answer in answers):
-            return True
+        failures = []
         for link, answer in zip(links, answers, strict=True):
             if isinstance(answer, TailpackError):
-                not_asked.append(f"{link.address}: {answer}")
+                failures.append(f"{link.address}: {answer}")
             elif isinstance(answer, BaseException):
                 raise answer
-        if not_asked:
-            raise worker_not_asked(not_asked)
-        return False
+        return any(answer is True for answer in answers), failures
 
     def stats(self) -> router_pb2.StatsResponse:
         return router_pb2.StatsResponse(

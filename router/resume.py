@@ -21,10 +21,10 @@ from protos import router_pb2, rpc, types_pb2, worker_pb2
 from protos.errors import AlreadyExists, NotFound, PreconditionFailed, TailpackError, Unavailable, printable
 from protos.histogram import STEP_BOUNDS_S, Histogram
 from protos.limits import DEFAULT_RESUME_GRACE_MS
-from router import policy
 from router.admission import Call
-from router.find import Found, find
+from router.find import Found, ask_until_back, find, worker_not_asked
 from router.generation import Answer
+from router.recovery import Outcome, Recovery
 from router.registry import WorkerLink
 from router.relay import Relay
 from router.replay import Place, Skip, bad_offset
@@ -92,7 +92,7 @@ class Resumables:
             NotFound: UNKNOWN_REQUEST. InvalidRequest: BAD_OFFSET. Unavailable: a worker that may have it is away.
         """
         try:
-            found = await self._find(call, request.ByteSize(), lost_may_have_it=True)
+            found = await self._find(call, request.ByteSize(), wait_s=self._requests.recover_wait_s)
             if found is None:
                 raise _unknown(call)
             if request.token_offset > found.num_tokens:
@@ -106,9 +106,13 @@ class Resumables:
         ) as answer:
             yield answer
 
-    async def _find(self, call: Call, num_bytes: int, *, lost_may_have_it: bool = False) -> Found | None:
-        """Who has it. The call is admitted as any other meanwhile: it holds its request, and asks all workers."""
-        wanted = call.sequence_id
+    async def _find(self, call: Call, num_bytes: int, *, wait_s: float | None = None) -> Found | None:
+        """Who has it. The call is admitted as any other meanwhile: it holds its request, and asks all workers.
+
+        wait_s: for workers that are away. None: they are taken to be gone with all they had: else one dead worker would
+        hold up every request with an id.
+        """
+        _ = call.sequence_id  # raises where it could be taken for another tenant's
         if not rpc.is_id(call.request_id):
             return None  # no request has such an id
         admission, key = self._requests.admission, f"/looking/{next(self._numbers)}"
@@ -116,17 +120,27 @@ class Resumables:
         self.num_looking += 1
         try:
             admission.hold(call, num_bytes, key=key)
-            while True:
-                while (first := self.firsts.get(wanted)) is not None:
-                    await first.placed.wait()
-                    if (found := first.found()) is not None:
-                        return found
-                found = await find(self._requests.registry, wanted, call.tenant, lost_may_have_it=lost_may_have_it)
-                if found is not None or wanted not in self.firsts:
-                    return found
+            if wait_s is not None:
+                return await ask_until_back(self._requests.registry, wait_s, lambda: self.look(call))
+            found, failures = await self.look(call)
+            if found is None and failures:
+                raise worker_not_asked(failures)
+            return found
         finally:
             self.num_looking -= 1
             admission.leave(call, key=key)
+
+    async def look(self, call: Call) -> tuple[Found | None, list[str]]:
+        """Once, as router.find.find, here first: a call that is about to place the request is waited for."""
+        wanted = call.sequence_id
+        while True:
+            while (first := self.firsts.get(wanted)) is not None and not first.is_cut:
+                await first.placed.wait()
+                if not first.is_cut and (found := first.found()) is not None:
+                    return found, []
+            found, failures = await find(self._requests.registry, wanted, call.tenant)
+            if found is not None or first is not None or wanted not in self.firsts:
+                return found, failures
 
 
 def _nothing_to_cancel() -> None:
@@ -141,6 +155,7 @@ class First(Answer):
     ) -> None:
         super().__init__(requests, request, call, started_ns)
         self.digest = digest
+        self._attempt = 0
         self.placed = asyncio.Event()  # or ended without
 
     def found(self) -> Found | None:
@@ -149,22 +164,28 @@ class First(Answer):
             return None
         return Found(self._stream.link, self._request, self.digest, self._num_prompt_tokens, self._relay.num_tokens)
 
+    @property
+    def is_cut(self) -> bool:
+        """It has lost its worker, and is about to place the request again."""
+        return self._stream is not None and self._stream.is_cut
+
     async def __aenter__(self) -> Self:
         # Before anything waits, so that its like finds it and not nothing.
         self._requests.resumables.firsts.setdefault(self.call.sequence_id, self)
         return await super().__aenter__()
 
-    def _links(self, model: str) -> list[WorkerLink]:
-        links = super()._links(model)
-        able = [link for link in links if link.can_resume()]
-        if links and not able:
-            raise PreconditionFailed(
-                "no worker of this model keeps resumable answers",
-                reason="RESUME_NOT_SUPPORTED",
-                given="resumable",
-                hint="update the workers, or make the request not resumable",
-            )
-        return able
+    def _links(self) -> list[WorkerLink]:
+        return [link for link in super()._links() if link.can_resume()]
+
+    def _nobody(self) -> TailpackError:
+        if not super()._links():
+            return super()._nobody()
+        return PreconditionFailed(
+            "no worker of this model keeps resumable answers",
+            reason="RESUME_NOT_SUPPORTED",
+            given="resumable",
+            hint="update the workers, or make the request not resumable",
+        )
 
     def _submission(self, prompt: list[int], model: types_pb2.ModelInfo) -> worker_pb2.Submit:
         submit = super()._submission(prompt, model)
@@ -174,13 +195,14 @@ class First(Answer):
         submit.resumable.caller_request = _without_prompt(self._request).SerializeToString()
         return submit
 
-    def _place(
-        self, submit: worker_pb2.Submit, placement: policy.Placement, link: WorkerLink, model: types_pb2.ModelInfo
-    ) -> Relay:
-        submit.resumable.attempt += 1
-        relay = super()._place(submit, placement, link, model)
+    def _place(self, submit: worker_pb2.Submit, link: WorkerLink) -> None:
+        self._attempt = submit.resumable.attempt = self._attempt + 1
+        super()._place(submit, link)
         self.placed.set()
-        return relay
+
+    async def _place_again(self, recovery: Recovery, submit: worker_pb2.Submit | None) -> Outcome | None:
+        self.placed.clear()  # whoever looks for it waits for its next place
+        return await super()._place_again(recovery, submit)
 
     def _end(self, error: BaseException | None) -> None:
         super()._end(error)
@@ -233,12 +255,40 @@ class Joined(Answer):
             Skip(self._place_of_caller, self._found.num_tokens),
         )
         link.subscribe(stream.name, wanted, self.call.tenant, relay)
-        self._stream, self._relay = stream, relay
+        self._stream, self._relay, self._placed_on = stream, relay, link.info
         self._requests.counters.resumes += 1
         try:
             return await relay.next_chunk()
         except NotFound:  # forgotten since it was found
             raise self._gone() from None
+        except TailpackError as failure:
+            return await self._go_on(failure)
+
+    def _new_recovery(self, relay: Relay) -> Recovery:
+        requests = self._requests
+        return Recovery(requests.registry, relay, requests.recover_wait_s, requests.recovered, needs_log=False)
+
+    async def _place_again(self, recovery: Recovery, submit: worker_pb2.Submit | None) -> Outcome | None:
+        """At whichever worker has the answer: the same that is back, or where the call that placed it took it."""
+        relay, wanted = self._relay, self.call.sequence_id
+        assert relay is not None
+        while True:
+            link = await recovery.search(self._look_again)
+            if link is None or link.info is None:
+                return None
+            stream = Subscription(link, link.subscription_name(wanted), resumable=True)
+            try:
+                link.subscribe(stream.name, wanted, self.call.tenant, relay)
+            except Unavailable:  # it has left since
+                recovery.refused(link)
+                continue
+            relay.go_on(stream, link.worker_id, repeats=True)
+            self._stream, self._placed_on = stream, link.info
+            return "joined"
+
+    async def _look_again(self) -> tuple[WorkerLink | None, list[str]]:
+        found, failures = await self._requests.resumables.look(self.call)
+        return (found.link if found is not None and found.digest == self._found.digest else None), failures
 
     def _gone(self) -> TailpackError:
         return Unavailable("the answer was forgotten just now", reason="ANSWER_GONE", retry_after_ms=100)

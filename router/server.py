@@ -28,6 +28,7 @@ from router.http import HttpDoor
 from router.http_server import HttpServer
 from router.kserve import KserveService
 from router.metrics import RouterCollector
+from router.recovery import DEFAULT_RECOVER_WAIT_S
 from router.requests import Requests
 from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ class RouterConfig:
     log_prompts: a request's line in the log has its prompt as well. otlp_endpoint: where spans go. tokens: file of
     tenants' tokens; None: callers are taken at their word. tls: of this router's doors; worker_tls: of the way to
     the workers. local_socket: a unix socket that takes the same calls in plain text, without tokens: its folder's
-    permissions say who may.
+    permissions say who may. recover_wait_s: router/recovery.py.
     """
 
     listen: str
@@ -69,6 +70,7 @@ class RouterConfig:
     worker_dns: tuple[WorkerDns, ...] = ()
     health: str = OFF
     metrics: str = OFF
+    recover_wait_s: float = DEFAULT_RECOVER_WAIT_S
 
     @property
     def http_address(self) -> str:
@@ -118,6 +120,7 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None, str 
             max_in_flight=config.max_in_flight,
             max_request_bytes=config.max_request_bytes,
             max_unread_bytes=config.max_unread_bytes,
+            recover_wait_s=config.recover_wait_s,
             log_prompts=config.log_prompts,
             tracing=traces,
             limits_of=authenticator.limits_of,

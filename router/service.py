@@ -58,7 +58,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         tenant = rpc.call_metadata(context).tenant
         if not request.request_id:
             raise InvalidRequest("request_id is empty", reason="EMPTY_REQUEST_ID")
-        return router_pb2.CancelResponse(found=await self._requests.cancel(request.request_id, tenant))
+        found = await self._requests.cancel(request.request_id, tenant, context.time_remaining())
+        return router_pb2.CancelResponse(found=found)
 
     async def ListWorkers(self, request: router_pb2.ListWorkersRequest, context: Any) -> router_pb2.ListWorkersResponse:
         links = list(self._requests.registry.links.values())

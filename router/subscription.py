@@ -19,7 +19,13 @@ class Subscription:
         self.link = link
         self.name = name
         self.resumable = resumable
+        self._session = link.num_welcomes
         self._left = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Its session has ended."""
+        return self.link.num_welcomes != self._session or not self.link.is_connected
 
     def complete(self) -> None:
         """The answer has all it should have, as by a stop string. The worker's last word follows."""
@@ -35,7 +41,7 @@ class Subscription:
 
     def leave(self, *, delivered: bool = False) -> None:
         """The caller is through with it, or gone; nothing more is fed. What is not resumable is aborted if it runs."""
-        if self._left:
+        if self._left or self.is_cut:  # in a newer session the name may be another stream's
             return
         self._left = True
         if self.resumable:

@@ -14,7 +14,7 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ if __name__ == "__main__":  # run as a file: the root of the checkout is not on 
 from protos import errors, rpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.limits import choice_ids
 from protos.tls import ServerTls
-from worker.resumable import Answers, Limits, Subscription
+from worker.resumable import Answers, Limits, Subscription, goes_on_with
+from worker.sequence import Request
 
+REPORT_S = 0.5
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
@@ -43,6 +45,7 @@ class Script:
     error: errors.TailpackError | None = None  # instead of a finish
     skip_at: int | None = None  # this token is never sent
     repeat_at: int | None = None  # this token is sent twice
+    begin_off_by: int = 0  # where tokens were emitted elsewhere: the first one sent is so much behind them
     deaf: bool = False  # aborts are not answered
     logprobs: bool = False
     seed: int = 0
@@ -91,6 +94,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     outboxes: set[asyncio.Queue[worker_pb2.WorkerMessage]] = field(default_factory=set)
     address: str = ""
     tls: ServerTls | None = None
+    silent: bool = False  # says nothing any more
     refuse_new: errors.TailpackError | None = None
     load: types_pb2.WorkerLoad = field(
         default_factory=lambda: types_pb2.WorkerLoad(pages_free=10_000, pages_total=10_000)
@@ -101,6 +105,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     resumes: list[str] = field(default_factory=list)  # request ids of Resume, in the order of the session's messages
     finds: list[str] = field(default_factory=list)
     cannot_find: errors.TailpackError | None = None
+    adopted: list[worker_pb2.Submit] = field(default_factory=list)  # of a predecessor; with what it emitted
     _server: rpc.RpcServer | None = None
 
     def __post_init__(self) -> None:
@@ -110,11 +115,42 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._server = rpc.RpcServer("fake-worker", tls=self.tls)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self, SERVICE_NAME)
         self.address = await self._server.start(address)
+        for submit in self.adopted:
+            self._adopt(submit)
         return self.address
 
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(0)
+        for sequence in self.active.values():
+            sequence.task.cancel()
+
+    async def successor(self, *, adopts: bool = True) -> FakeWorker:
+        """Dies, with its sessions. The same worker again, at the same address, not started yet: ``start(it.address)``.
+
+        adopts: it goes on with the sequences that it had.
+        """
+        running = [
+            (each.submit, self._tokens(each.submit, each.script)[: self.num_emitted[name]])
+            for name, each in self.active.items()
+        ]
+        await self.stop()
+        info = types_pb2.WorkerInfo()
+        info.CopyFrom(self.info)
+        info.incarnation = secrets.token_hex(8)
+        successor = FakeWorker(self.script, info, address=self.address)
+        for submit, emitted in running if adopts else ():
+            again = worker_pb2.Submit()
+            again.CopyFrom(submit)
+            again.emitted_token_ids[:] = emitted
+            successor.adopted.append(again)
+        return successor
+
+    def _adopt(self, submit: worker_pb2.Submit) -> None:
+        owner = self.answers.new_owner()
+        request, abort = Request.from_proto(submit, owner), lambda: self._abort(submit.request_id)
+        self.answers.adopt(replace(request, emitted=()), submit.emitted_token_ids, abort, grace_s=60.0)
+        self._start(submit, None, lambda output: self.answers.take(owner, [output]))
 
     async def Session(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.WorkerMessage]:
         self.num_sessions += 1
@@ -126,8 +162,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             await asyncio.sleep(self.welcome_s)
             yield worker_pb2.WorkerMessage(welcome=worker_pb2.Welcome(info=self.info, load=self.load))
             while True:
-                message = await outbox.get()
-                yield message
+                try:
+                    message = await asyncio.wait_for(outbox.get(), REPORT_S)
+                except TimeoutError:
+                    message = worker_pb2.WorkerMessage(step=worker_pb2.StepOutput(load=self.load))
+                if not self.silent:
+                    yield message
         finally:
             self.outboxes.discard(outbox)
             reader.cancel()
@@ -211,6 +251,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.submits.append(submit)
         error = self.refuse_new
         resumable = submit.HasField("resumable")
+        if error is None and (answer := self.answers.adopted(submit.request_id, submit.tenant)) is not None:
+            if goes_on_with(Request.from_proto(submit, ""), answer):
+                session.subscriptions[submit.request_id] = self.answers.join(answer, submit, session)
+                return
+            self.answers.cancel(answer)
         if not resumable and (submit.request_id in self.active or self.answers.holds(submit.request_id)):
             error = errors.AlreadyExists("running", reason="DUPLICATE_REQUEST")
         if error is not None:
@@ -228,9 +273,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if subscription.answer.owner != owner:
                 return
             emit = lambda output: self.answers.take(owner, [output])
+        self._start(submit, None if resumable else outbox, emit)
+
+    def _start(self, submit: worker_pb2.Submit, outbox: Outbox | None, emit: Emit) -> None:
         script = self.script(submit)
         task = asyncio.create_task(self._run(submit, script, emit))
-        self.active[submit.request_id] = _Sequence(submit, script, None if resumable else outbox, emit, task)
+        self.num_emitted[submit.request_id] = len(submit.emitted_token_ids)
+        self.active[submit.request_id] = _Sequence(submit, script, outbox, emit, task)
 
     def _resume(self, resume: worker_pb2.Resume, session: _Session) -> None:
         self.resumes.append(resume.request_id)
@@ -252,13 +301,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _run(self, submit: worker_pb2.Submit, script: Script, emit: Emit) -> None:
         await asyncio.sleep(script.first_s)
-        limit = submit.stop.max_tokens
-        tokens = list(script.token_ids)
-        if script.endless:
-            tokens = (tokens * (limit // max(1, len(tokens)) + 1))[:limit]
-        finish = types_pb2.FINISH_REASON_LENGTH if len(tokens) >= limit else script.finish
-        tokens = tokens[:limit]
-        position = 0
+        tokens = self._tokens(submit, script)
+        finish = types_pb2.FINISH_REASON_LENGTH if len(tokens) >= submit.stop.max_tokens else script.finish
+        position = len(submit.emitted_token_ids)
+        if position:
+            assert list(submit.emitted_token_ids) == tokens[:position], "emitted tokens that this worker would not emit"
+            position += script.begin_off_by
+            if len(submit.emitted_token_ids) >= len(tokens):
+                del self.active[submit.request_id]
+                emit(_failed(submit.request_id, position, errors.InvalidRequest("over", reason="ALREADY_FINISHED")))
+                return
         while position < len(tokens) or not tokens:
             if script.hold_at is not None and position >= script.hold_at:
                 await self.gate.wait()
@@ -286,6 +338,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     emit(_failed(submit.request_id, position, script.error))
                 return
             await asyncio.sleep(script.every_s)
+
+    @staticmethod
+    def _tokens(submit: worker_pb2.Submit, script: Script) -> list[int]:
+        limit, tokens = submit.stop.max_tokens, list(script.token_ids)
+        return (tokens * (limit // max(1, len(tokens)) + 1) if script.endless else tokens)[:limit]
 
     def _send(self, outbox: Any, output: worker_pb2.SequenceOutput) -> None:
         load = types_pb2.WorkerLoad()
@@ -319,7 +376,7 @@ def worker_info(
     max_sequence_tokens: int = 4096,
     tokenizer_digest: bytes = b"",
     eos_token_ids: Sequence[int] = (1,),
-    features: Sequence[str] = ("resume",),
+    features: Sequence[str] = ("resume", "emitted_token_ids"),
 ) -> types_pb2.WorkerInfo:
     """What a worker says of itself; a new incarnation each time."""
     return types_pb2.WorkerInfo(

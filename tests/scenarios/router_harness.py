@@ -29,6 +29,7 @@ from router.tokenizer import Tokenizer
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 
 ROOT = Path(__file__).resolve().parents[2]
+RECOVER_WAIT_S = 0.3
 ONCE = RetryPolicy(max_retries=0)  # these tests look at what routers say
 
 
@@ -110,7 +111,7 @@ async def cluster(
         max_request_bytes=max_request_bytes,
         worker_tls=to_workers,
         limits_of=tokens.limits_of if tokens else lambda tenant: NO_LIMITS,
-        **settings,
+        **{"recover_wait_s": RECOVER_WAIT_S, **settings},
     )
     server = rpc.RpcServer("router", tls=tls, tenant_of=tokens.tenant_of if tokens else None)
     server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(requests), SERVICE_NAME)

@@ -24,7 +24,7 @@ from router.client import AsyncTailpack
 from router.server import RouterConfig
 from router.service import SERVICE_NAME
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
-from tests.scenarios.router_harness import ONCE, ROOT, Process, answer, cluster, fake_worker_process, until
+from tests.scenarios.router_harness import ONCE, ROOT, Answer, Process, answer, cluster, fake_worker_process, until
 from tests.scenarios.tiny_tokenizer import EOS
 
 IDS = [10, 11, 12, 13]
@@ -41,12 +41,32 @@ def processes() -> Iterator[list[Process]]:
 # --- workers that die ---
 
 
-async def test_a_worker_killed_after_the_first_token_is_worker_lost(folder: Path, processes: list[Process]) -> None:
-    """Also with another worker at hand: it would sample a different continuation of what the caller has."""
-    processes.append(fake_worker_process("--endless", "--every-s", "0.01"))
+async def test_a_worker_killed_after_the_first_token_costs_the_caller_nothing(
+    folder: Path, processes: list[Process]
+) -> None:
+    """Another one computes again what was sent, and goes on behind it."""
+    processes.append(fake_worker_process("--endless", "--every-s", "0.01", "--token-ids", ",".join(map(str, IDS))))
     async with cluster(folder, Script(IDS, endless=True), addresses=[processes[0].address()]) as it:
         it.workers[0].report(types_pb2.WorkerLoad(num_running=50, pages_free=99, pages_total=99))
         await until(lambda: it.requests.registry.links[it.workers[0].address].load.num_running == 50)
+        chunks, seen = [], 0
+        async for chunk in it.client.generate("x", max_tokens=1000):
+            chunks.append(chunk)
+            seen += len(chunk.token_ids)
+            if len(chunks) == 3:
+                processes[0].send(signal.SIGKILL)
+        assert Answer(chunks).check().token_ids == IDS * 250
+        (again,) = it.workers[0].submits
+        assert list(again.emitted_token_ids) == (IDS * 250)[: len(again.emitted_token_ids)] != []
+        stats = await it.client.stats()
+        assert (stats.recovered_recomputed, stats.finished, stats.failed) == (1, 1, 0)
+        await it.settled()
+        assert sorted(worker.state for worker in await it.client.list_workers()) == ["lost", "ready"]
+
+
+async def test_a_killed_worker_that_nobody_replaces_is_worker_lost(folder: Path, processes: list[Process]) -> None:
+    processes.append(fake_worker_process("--endless", "--every-s", "0.01"))
+    async with cluster(folder, Script(), infos=[], addresses=[processes[0].address()]) as it:
         seen = 0
         with pytest.raises(errors.WorkerLost) as caught:
             async for chunk in it.client.generate("x", max_tokens=4000):
@@ -55,10 +75,9 @@ async def test_a_worker_killed_after_the_first_token_is_worker_lost(folder: Path
                     processes[0].send(signal.SIGKILL)
         assert seen >= 3
         assert caught.value.reason == "WORKER_LOST"
-        assert caught.value.retry_after_ms
-        assert not it.workers[0].submits
+        assert caught.value.retry_after_ms and "within 0.3 s" in caught.value.message
+        assert (await it.client.stats()).recovered_lost == 1
         await it.settled()
-        assert sorted(worker.state for worker in await it.client.list_workers()) == ["lost", "ready"]
 
 
 async def test_a_worker_killed_before_the_first_token_costs_the_caller_nothing(

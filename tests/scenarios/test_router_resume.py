@@ -22,7 +22,7 @@ from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
 from tests.scenarios.cable import Cable
 from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
-from tests.scenarios.router_harness import Answer, Harness, cluster, until
+from tests.scenarios.router_harness import RECOVER_WAIT_S, Answer, Harness, cluster, until
 from tests.scenarios.tiny_tokenizer import EOS
 from worker import resumable
 from worker.resumable import Limits
@@ -84,7 +84,8 @@ class Scene:
 @asynccontextmanager
 async def scene(folder: Path, script: Any, **options: Any) -> AsyncIterator[Scene]:
     async with cluster(folder, script, **options) as it:
-        there = Requests(it.tokenizer, [worker.address for worker in it.workers])
+        wait_s = options.get("recover_wait_s", RECOVER_WAIT_S)
+        there = Requests(it.tokenizer, [worker.address for worker in it.workers], recover_wait_s=wait_s)
         server = rpc.RpcServer("router")
         server.add(router_pb2_grpc.add_RouterServicer_to_server, RouterService(there), SERVICE_NAME)
         address = await server.start("127.0.0.1:0")
@@ -635,10 +636,11 @@ async def test_a_session_that_ends_while_its_worker_is_asked_is_not_the_callers_
     async with scene(folder, Script([65, EOS])) as s:
         asking = asyncio.create_task(refusal(s.here.resume("r-1")))
         await until(lambda: hush.asked == 1)
+        s.worker.welcome_s = 60  # and it does not come back
         for outbox in s.worker.outboxes:  # a second welcome: the router ends the session, and closes its channel
             outbox.put_nowait(worker_pb2.WorkerMessage(welcome=worker_pb2.Welcome()))
         error = await asking
         assert (type(error), error.reason) == (errors.Unavailable, "WORKER_NOT_ASKED")
-        assert "was lost while it was asked" in str(error.given)
+        assert f"{s.worker.address} is lost" in str(error.given)
         hush.may.set()
         await s.settled()

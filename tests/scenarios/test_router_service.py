@@ -656,10 +656,10 @@ async def test_a_gap_or_repeat_is_an_internal_error_never_hidden(folder: Path, s
 
 
 async def test_an_error_of_the_worker_arrives_as_itself_behind_the_text(folder: Path) -> None:
-    error = errors.KvLost("the KV is gone", given="page 7", hint="send it again")
+    error = errors.InternalError("a broken invariant", given="page 7", hint="see its log")
     async with cluster(folder, Script([5, 6], error=error), num_workers=2) as it:
         tokens: list[int] = []
-        with pytest.raises(errors.KvLost) as caught:
+        with pytest.raises(errors.InternalError) as caught:
             async for chunk in it.client.generate("x"):
                 tokens.extend(chunk.token_ids)
         assert tokens == [5, 6]
