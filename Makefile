@@ -37,7 +37,7 @@ CHAOS_RECORDS ?= tests/bench/results/cpu$(shell nproc)-chaos-$(shell date +%F).j
 chaos: $(VENV)/.dev ## 2,000 deaths of processes under load, 200 of them in whole clusters (half an hour); goes on where it was stopped
 	@$(PY) -m tests.chaos.run --records $(CHAOS_RECORDS)
 
-chart: $(VENV)/.dev ## the chart's containers, run for real in namespaces of this machine (as root; three minutes)
+chart: $(VENV)/.dev ## the chart's containers, run for real in namespaces of this machine (as root; five minutes)
 	@TAILPACK_CHART=1 $(PY) -m pytest tests/e2e/test_chart_executed.py
 
 check: $(VENV)/.dev ## formatting, lint, types, import rules
