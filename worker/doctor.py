@@ -306,13 +306,19 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     return Finding(check, OK, f"{total >> 20} MiB")
 
 
-def gpus(expected: int, visible: Sequence[str], problem: str = "") -> Finding:
-    """``expected``: workers of this machine that run on a GPU, or what was asked for; ``problem``: why none is seen."""
+def gpus(expected: int | None, used: Sequence[str], visible: Sequence[str], problem: str = "") -> Finding:
+    """``expected``: what was asked for; None: as many as ``used``, the devices of this machine's workers on GPUs.
+    ``problem``: why none is seen.
+    """
     check = "GPUs"
-    if not expected:
+    wanted = len(used) if expected is None else expected
+    if not wanted:
         return Finding(check, OK, f"none is needed here; {len(visible)} visible")
-    if len(visible) < expected:
+    if expected is None and not visible and not problem:  # as in a kvstore's container, which is given none
+        what = f"this container has none; the workers beside it answer, on {', '.join(used)}"
+        return Finding(check, SKIPPED, what, "to see them, run this in the container that has them")
+    if len(visible) < wanted:
         do = "ask for nvidia.com/gpu in this container's limits; does the node have its driver and device plugin?"
-        what = f"{expected} expected, {len(visible)} visible{f': {problem}' if problem else ''}"
+        what = f"{wanted} expected, {len(visible)} visible{f': {problem}' if problem else ''}"
         return Finding(check, FAIL, what, do)
     return Finding(check, OK, ", ".join(visible))

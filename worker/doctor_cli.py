@@ -272,9 +272,9 @@ def machine(local: Local, expected: int | None) -> Iterator[Finding]:
     """GPUs and shared memory; only where workers are, or are expected to be."""
     if not local.infos and expected is None:
         return
-    wanted = sum(info.device.startswith("cuda:") for info in local.infos) if expected is None else expected
-    visible, problem = visible_gpu_names() if wanted else ([], "")
-    yield checks.gpus(wanted, visible, problem)
+    used = [info.device for info in local.infos if info.device.startswith("cuda:")]
+    visible, problem = visible_gpu_names() if used or expected else ([], "")
+    yield checks.gpus(expected, used, visible, problem)
     yield checks.shared_memory()
 
 

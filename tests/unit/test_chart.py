@@ -824,7 +824,32 @@ def test_alerts_say_how_bad_and_what() -> None:
     assert "TailpackCertificateExpires" not in json.dumps(of_kind(render(plain), "PrometheusRule"))  # no TLS
 
 
-# --- notes ---
+# --- notes and the deployment page ---
+
+
+def test_the_deployment_page_gets_to_a_token_in_ten_commands() -> None:
+    """What can be told of it without a cluster: files, names and sizes are those of the chart."""
+    page = (CHART / "DEPLOY.md").read_text()
+    commands = [line for block in page.split("```")[1:4:2] for line in block.strip().splitlines()]
+    assert len(commands) <= 10 and commands[-1].startswith("tailpack generate")
+    (install,) = (each.split() for each in commands if each.startswith("helm install tailpack"))
+    values = CHART.parent / install[install.index("--values") + 1]
+    objects = render(values.read_text() + "image: {repository: registry/tailpack}", release="tailpack")
+    (deployment,) = of_kind(objects, "Deployment")
+    assert any(f"rollout status deployment/{deployment['metadata']['name']} " in each for each in commands)
+    assert any("port-forward service/tailpack 7700 " in each for each in commands)
+    assert named(objects, "Service", "tailpack")
+    built = next(each.split()[each.split().index("--tag") + 1] for each in commands if each.startswith("docker build"))
+    images = {each["image"] for pod in pods(objects).values() for each in containers(pod).values()}
+    assert images == {built.replace("REGISTRY", "registry")}
+    asked = [
+        each["resources"]["requests"]
+        for name, pod in pods(objects).items()
+        if not name.startswith("Pod/")
+        for each in containers(pod).values()
+    ]
+    cores, memory = (sum(quantity(each[what]) for each in asked) for what in ("cpu", "memory"))
+    assert f"ask for {cores:g} cores and {memory / 2**30:g} GiB" in page
 
 
 def test_notes_give_the_first_commands() -> None:

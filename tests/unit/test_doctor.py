@@ -286,9 +286,19 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus() -> None:
-    assert checks.gpus(0, []).status == OK
-    assert checks.gpus(1, ["H200"]).status == OK
-    assert "2 expected, 1 visible: no driver" in bad(checks.gpus(2, ["H200"], "no driver"))
+    used = ["cuda:GPU-a", "cuda:GPU-b"]
+    assert checks.gpus(None, [], []).status == checks.gpus(0, used, []).status == OK
+    assert checks.gpus(1, [], ["H200"]).status == checks.gpus(None, used, ["H200", "H200"]).status == OK
+    assert "2 expected, 1 visible: no driver" in bad(checks.gpus(2, [], ["H200"], "no driver"))
+    assert "2 expected, 1 visible" in bad(checks.gpus(None, used, ["H200"]))
+    assert "2 expected, 0 visible: CUDA_ERROR" in bad(checks.gpus(None, used, [], "CUDA_ERROR"))
+
+
+def test_gpus_are_not_missed_where_none_belongs() -> None:
+    """A kvstore's container has none, in a pod that is in order. Who asks for them there is told so."""
+    used = ["cuda:GPU-a", "cuda:GPU-b"]
+    assert "cuda:GPU-a, cuda:GPU-b" in bad(checks.gpus(None, used, []), SKIPPED)
+    assert "1 expected, 0 visible" in bad(checks.gpus(1, used, []))
 
 
 def test_a_store_that_does_not_answer(tmp_path_factory: pytest.TempPathFactory) -> None:
