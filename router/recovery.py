@@ -87,7 +87,7 @@ class Recovery:
     @property
     def left_s(self) -> float:
         """Of the wait."""
-        return self._ends_s - time.monotonic()
+        return 0.0 if self._registry.closed else self._ends_s - time.monotonic()
 
     @property
     def cancelled(self) -> bool:
@@ -144,6 +144,8 @@ class Recovery:
         with self._registry.watch(self.wake):
             while not self.cancelled:
                 self.wake.clear()
+                if self._registry.closed:
+                    raise self.lost()
                 if (link := self._pick(links(), choose)) is not None:
                     return link
                 left_s = self.left_s

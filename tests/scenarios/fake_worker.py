@@ -131,7 +131,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         adopts: it goes on with the sequences that it had.
         """
         running = [
-            (each.submit, self._tokens(each.submit, each.script)[: self.num_emitted[name]])
+            (each.submit, self._tokens(each.submit, each.script)[: self.num_emitted[name]], each.script.seed)
             for name, each in self.active.items()
         ]
         await self.stop()
@@ -139,10 +139,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         info.CopyFrom(self.info)
         info.incarnation = secrets.token_hex(8)
         successor = FakeWorker(self.script, info, address=self.address)
-        for submit, emitted in running if adopts else ():
+        for submit, emitted, seed in running if adopts else ():
             again = worker_pb2.Submit()
             again.CopyFrom(submit)
             again.emitted_token_ids[:] = emitted
+            if seed:
+                again.sampling.seed = seed
             successor.adopted.append(again)
         return successor
 

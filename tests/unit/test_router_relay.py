@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
 
-from protos import types_pb2, worker_pb2
+from protos import router_pb2, rpc, types_pb2, worker_pb2
 from protos.errors import CapacityError, InternalError, InvalidRequest, WorkerLost
 from protos.histogram import STEP_BOUNDS_S, Histogram
 from router import relay as relay_module
 from router.detokenizer import Detokenizer, TokenBytes
 from router.relay import Relay
 from router.replay import Place, Skip
+from router.token_log import TokenLog, TokenLogs
 from router.unread import Unread
 
 TOKENS = TokenBytes(tuple(bytes([byte]) for byte in range(256)))
@@ -226,3 +228,157 @@ async def test_a_complete_answer_that_nobody_reads_is_dropped_by_name() -> None:
     assert unread.num_bytes == 400 and asked == []
     with pytest.raises(CapacityError):
         await done.next_chunk()
+
+
+# --- going on from another placement ---
+
+
+async def lost_at(relay: Relay, count: int) -> None:
+    """Its caller has so many tokens, and its worker is gone."""
+    relay.feed(output(0, b"x" * count))
+    chunk = await relay.next_chunk()
+    assert chunk is not None and len(chunk.token_ids) == count
+    relay.fail(WorkerLost("gone"))
+    assert relay.is_lost and relay.was_cut and relay.ended
+    with pytest.raises(WorkerLost):
+        await relay.next_chunk()
+
+
+async def test_it_goes_on_behind_what_its_caller_has() -> None:
+    relay, asked = make()
+    await lost_at(relay, 3)
+    other = Asked()
+    relay.go_on(other, "w-2", repeats=False)
+    relay.feed(output(3, b"yz", types_pb2.FINISH_REASON_LENGTH))
+    chunk = await relay.next_chunk()
+    assert chunk is not None
+    assert (chunk.text, chunk.token_offset, chunk.text_offset, chunk.worker_id) == ("yz", 3, 3, "w-2")
+    assert chunk.usage.output_tokens == 5 and bytes(relay.log.token_ids.tolist()) == b"xxxyz"
+    assert not asked and not other.asked
+
+
+@pytest.mark.parametrize("offset", [0, 2, 4])
+async def test_one_that_does_not_begin_there_is_a_gap(offset: int) -> None:
+    relay, _ = make()
+    await lost_at(relay, 3)
+    relay.go_on(other := Asked(), "w-2", repeats=False)
+    relay.feed(output(offset, b"xyz"))
+    assert not relay.is_lost and other.asked == ["leave"]
+    with pytest.raises(InternalError, match="TOKEN_GAP"):
+        await relay.next_chunk()
+
+
+@pytest.mark.parametrize("pieces", [[b"xxxyz"], [b"x", b"x", b"x", b"y", b"z"], [b"xx", b"xyz"], [b"xxx", b"yz"]])
+async def test_what_is_made_again_from_the_first_token_is_left_out(pieces: list[bytes]) -> None:
+    relay, _ = make()
+    await lost_at(relay, 3)
+    relay.go_on(Asked(), "w-2", repeats=True)
+    offset = 0
+    for piece in pieces:
+        relay.feed(output(offset, piece))
+        offset += len(piece)
+    chunk = await relay.next_chunk()
+    assert chunk is not None and (chunk.text, chunk.token_offset) == ("yz", 3)
+    relay.feed(output(0, b"x"))  # once only
+    with pytest.raises(InternalError, match="a repeat in the tokens"):
+        await relay.next_chunk()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "says"),
+    [
+        ([(0, b"xyxz")], "other tokens than before"),
+        ([(1, b"xx")], "a repeat"),
+        ([(0, b"x"), (2, b"x")], "a repeat"),
+        ([(4, b"x")], "a gap"),
+    ],
+)
+async def test_it_must_be_the_same_again(outputs: list[tuple[int, bytes]], says: str) -> None:
+    relay, _ = make()
+    await lost_at(relay, 3)
+    relay.go_on(Asked(), "w-2", repeats=True)
+    for offset, data in outputs:
+        relay.feed(output(offset, data))
+    with pytest.raises(InternalError, match=says):
+        await relay.next_chunk()
+
+
+async def test_text_goes_on_inside_a_character_and_inside_a_stop_string() -> None:
+    relay, asked = make("ST\u00d6P")
+    relay.feed(output(0, b"a ST\xc3"))
+    chunk = await relay.next_chunk()
+    assert chunk is not None and (chunk.text, len(chunk.token_ids)) == ("a ", 5)
+    relay.fail(WorkerLost("gone"))
+    relay.go_on(other := Asked(), "w-2", repeats=False)
+    relay.feed(output(5, b"\x96P and more"))
+    assert (asked, other.asked) == ([], ["complete"])
+    relay.fail(WorkerLost("gone, too"))
+    chunk = await relay.next_chunk()
+    assert chunk is not None and (chunk.text, chunk.stop_string) == ("", "ST\u00d6P")
+    assert chunk.usage.output_tokens == 7
+
+
+async def test_tokens_whose_log_probabilities_were_lost_share_no_chunk_with_others() -> None:
+    relay, _ = make()
+    relay.feed(output(0, b"ab"))
+    for offset in (2, 3):
+        with_logprobs = output(offset, b"c")
+        with_logprobs.logprobs.add()
+        relay.feed(with_logprobs)
+    relay.feed(output(4, b"de", types_pb2.FINISH_REASON_LENGTH))
+    chunks = [chunk async for chunk in _all(relay)]
+    assert [(chunk.text, chunk.token_offset, chunk.text_offset, len(chunk.logprobs)) for chunk in chunks] == [
+        ("ab", 0, 0, 0),
+        ("cc", 2, 2, 2),
+        ("de", 4, 4, 0),
+    ]
+    assert [bool(chunk.finish_reason) for chunk in chunks] == [False, False, True]
+
+
+async def _all(relay: Relay) -> AsyncIterator[router_pb2.GenerateResponse]:
+    while (chunk := await relay.next_chunk()) is not None:
+        yield chunk
+
+
+async def test_an_answer_that_lost_its_worker_can_be_cancelled_and_shed() -> None:
+    relay, asked = make()
+    await lost_at(relay, 3)
+    relay.cancel()
+    chunk = await relay.next_chunk()
+    assert chunk is not None and chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
+    assert chunk.usage.output_tokens == 3 and not asked and not relay.is_lost
+    unread = Unread(1000)
+    (large, _), (other, _) = make(unread=unread), make(unread=unread)
+    large.feed(output(0, b"y" * 90))
+    large.fail(WorkerLost("gone"))
+    other.feed(output(0, b"x" * 50))
+    assert not large.is_lost  # it has not all tokens any more
+    with pytest.raises(CapacityError):
+        await large.next_chunk()
+
+
+async def test_only_a_worker_s_failure_can_be_gone_on_from() -> None:
+    relay, _ = make()
+    relay.feed(output(1, b"a"))
+    assert relay.ended and not relay.is_lost
+    relay, _ = make()
+    relay.feed(output(0, b"a"))
+    failed = output(1, b"", types_pb2.FINISH_REASON_ERROR)
+    failed.error.CopyFrom(rpc.to_detail(WorkerLost("stopping")))
+    relay.feed(failed)
+    assert relay.is_lost and not relay.was_cut
+
+
+def test_logs_are_bounded_together() -> None:
+    logs = TokenLogs(max_tokens=10)
+    first, second = TokenLog(logs), TokenLog(logs)
+    first.extend([1, 2, 3, 4])
+    second.extend([5, 6, 7, 8, 9, 10])
+    assert (logs.num_tokens, logs.num_dropped) == (10, 0)
+    second.extend([11])
+    assert (first.whole, second.whole, logs.num_tokens, logs.num_dropped) == (True, False, 4, 1)
+    second.extend([12])
+    second.close()
+    first.close()
+    first.close()
+    assert (logs.num_tokens, logs.num_dropped) == (0, 1)
