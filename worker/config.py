@@ -151,8 +151,10 @@ class WorkerConfig:
 
     @property
     def num_slots(self) -> int:
-        """Sequences that the store holds at once: in admission "recompute" one more, for one that grows."""
-        return self.max_running + (self.admission == "recompute")
+        """Slots of the store: one for each sequence that runs, and one more, in which a sequence grows (admission
+        "recompute"), and whose tails save those of another while they are overwritten.
+        """
+        return self.max_running + 1
 
     @property
     def num_threads(self) -> int:

@@ -52,7 +52,7 @@ from worker.sequence import (
     finish_reason,
     validate,
 )
-from worker.sequence_kv import SequenceKv
+from worker.sequence_kv import Kept, SequenceKv
 from worker.speculation import Drafter, accepted
 from worker.tracing import NoSpans
 from worker.waiting import Waiting
@@ -179,8 +179,11 @@ class Engine:
         Returns:
             All of them, for who answers their callers. They are the engine thread's: to be looked at before ``start``.
         """
+        found = self._attachment.adopted
+        with torch.inference_mode():
+            self._held.recover(held.slot for held in found)
         adoption = plan_adoption(
-            self._attachment.adopted,
+            found,
             self._model.info,
             now_ns=time.monotonic_ns(),
             not_of=WARM_UP,
@@ -195,6 +198,7 @@ class Engine:
         self._counters.tokens_recomputed_after_adoption += adoption.num_lost_tokens
         for sequence in adoption.sequences:
             self._end_if_whole(sequence)
+        self._publish_load()
         self._wake.set()
         return adoption.sequences
 
@@ -372,7 +376,7 @@ class Engine:
                 traced.mark("draft")
             kept = self._held.keep_rows(work, step, new_pages)
             traced.mark("seal")
-            ends = self._commit(work, said)
+            ends = self._commit(work, said, kept)
             self._held.publish(work, kept)
             traced.end()
             self._say(ends)
@@ -488,7 +492,7 @@ class Engine:
             said.append(accepted(w.sequence.drafts[: w.num_drafts], drawn) if drawn else [])
         return said
 
-    def _commit(self, work: list[Work], said: list[list[Drawn]]) -> list[tuple[Sequence, list[Drawn]]]:
+    def _commit(self, work: list[Work], said: list[list[Drawn]], kept: Kept) -> list[tuple[Sequence, list[Drawn]]]:
         """Rows are kept; now the token log and the commit word. Returns who got tokens."""
         control = self._attachment.control
         ends: list[tuple[Sequence, list[Drawn]]] = []
@@ -502,7 +506,7 @@ class Engine:
             if new:
                 control.append_tokens(sequence.slot, [each.token_id for each in new])
                 ends.append((sequence, new))
-            control.commit(sequence.slot, sequence.num_computed)
+            self._held.commit(sequence, kept)
         return ends
 
     def _append(self, sequence: Sequence, drawn: list[Drawn]) -> list[Drawn]:

@@ -1,14 +1,14 @@
 """What the running sequences hold in the kvstore, and the order in which it changes. Used by the engine thread only.
 
-A step goes: ``reserve`` before the rows are computed; ``keep_rows`` after; then the engine logs and commits tokens;
-then ``publish``. A reader after a crash thus never finds a length ahead of its rows. A GPU does what it is asked later;
-so whatever changes rows waits for it (``KvView.settle``) before anybody is told: the copies behind an answer, too,
-which the next call says are made.
+A step goes: ``reserve`` before the rows are computed; ``keep_rows`` after; then the engine logs tokens and calls
+``commit``; then ``publish``. A reader after a crash thus never finds a length ahead of its rows. A GPU does what it is
+asked later; so whatever changes rows waits for it (``KvView.settle``) before anybody is told: the copies behind an
+answer, too, which the next call says are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -39,14 +39,13 @@ NewPages = Mapping[int, Mapping[str, Sequence[NewPage]]]
 
 @dataclass(frozen=True)
 class Kept:
-    """What ``keep_rows`` leaves for ``publish``: checksums of pages written, tails to fill after the commit, and the
+    """What ``keep_rows`` leaves: checksums of pages written, tails to fill with the commit of their slot, and the
     tokens of each work's sequence that are there whatever becomes of guesses.
     """
 
     checksums: dict[tuple[str, int], int]
     certain: list[int]
-    late: list[tuple[SpanRows, int]]
-    filling: list[int]  # slots of late
+    late: dict[int, list[tuple[SpanRows, int]]]  # by slot
     step: Step
 
 
@@ -113,15 +112,35 @@ class SequenceKv:
         self._attachment.control.commit(opened.slot, answer.num_cached)
         return None
 
+    def recover(self, slots: Iterable[int]) -> None:
+        """Brings tails back that a worker was overwriting when it was killed (``commit``). Before anything is opened.
+
+        Raises:
+            InternalError: a tail is not where it should have been saved.
+        """
+        control = self._attachment.control
+        for slot in slots:
+            spare = control.saved_in(slot)
+            if spare is None:
+                continue
+            if not 0 <= spare < control.shape.max_sequences or control.is_live(spare):
+                raise InternalError("a tail was saved in a slot that is not free", given=spare)
+            for group in self._tailed:
+                self.kv.copy_tail(group.name, spare, slot)
+            self.kv.settle()
+            control.clear_saved(slot)
+
     def adopt(self, adoption: Adoption) -> None:
         """Takes over the sequences that go on, and gives up what is not wanted."""
         if adoption.released:
             self._attachment.release(adoption.released)
-        control = self._attachment.control
         for adopted, held in adoption.going_on:
             self._take(adopted, held, held.max_tokens)
-            control.mark_filling(held.slot, 0)  # of a chunk that was not committed
             self._finish_step(adopted)
+            if (
+                not adopted.num_uncomputed
+            ):  # cut off in a truncate or a fork: there is no row to draw the next token from
+                self.truncate(adopted, adopted.num_computed - 1)
 
     def _finish_step(self, adopted: Seq) -> None:
         """Does what a worker that died behind a commit did not come to: seals what is due at the committed length.
@@ -195,15 +214,13 @@ class SequenceKv:
     def keep_rows(self, work: Sequence[Work], step: Step, new_pages: NewPages) -> Kept:
         """Packs what is due, then moves prefill rows from the workspace into the tails.
 
-        A chunk that laps a ring would overwrite rows that the committed length still needs; it waits until its own
-        length is committed, and the slot is marked until it is through: who is killed there leaves a void tail.
+        A chunk that laps a ring overwrites rows that the committed length still needs: it waits for ``commit``.
         """
         control = self._attachment.control
         jobs: list[SealJob] = []
         packed: dict[int, int] = {}  # by slot
-        filling: dict[int, int] = {}
         soon: list[tuple[SpanRows, int]] = []
-        late: list[tuple[SpanRows, int]] = []
+        late: dict[int, list[tuple[SpanRows, int]]] = {}
         for w, workspace_row in zip(work, step.workspace_rows, strict=True):
             for group in self._tailed:
                 slot, base = w.sequence.tail_slots[group.name], w.sequence.bases[group.name]
@@ -214,25 +231,39 @@ class SequenceKv:
                     packed[w.sequence.slot] = w.end
                 if workspace_row >= 0:
                     laps = self._geometry.laps(group, base, w.sequence.num_computed, w.end)
-                    if laps:
-                        filling[w.sequence.slot] = w.end
-                    (late if laps else soon).append((rows, base_after(self._geometry, group, base, w.end, 1)))
+                    (late.setdefault(w.sequence.slot, []) if laps else soon).append(
+                        (rows, base_after(self._geometry, group, base, w.end, 1))
+                    )
         checksums = kv_moves.pack(self.kv, jobs, step.workspace, self._on_gpu)
         kv_moves.fill_tails(self.kv, soon, step.workspace)
         self.kv.settle()
         for slot, num_tokens in packed.items():
             control.mark_packed(slot, num_tokens)
-        for slot, num_tokens in filling.items():
-            control.mark_filling(slot, num_tokens)
-        return Kept(checksums, [w.certain_end for w in work], late, list(filling), step)
+        return Kept(checksums, [w.certain_end for w in work], late, step)
+
+    def commit(self, committed: Seq, kept: Kept) -> None:
+        """Declares that the rows of a sequence's computed tokens are written, and writes those that had to wait.
+
+        They go over rows that the length before needs. So that a worker that is killed in between loses neither, the
+        tails are saved in those of a slot that nobody has, where the next worker finds them.
+        """
+        control = self._attachment.control
+        slot, length = committed.slot, committed.num_computed
+        late = kept.late.get(slot)
+        if late is not None:
+            spare = next(each for each in range(control.shape.max_sequences) if not control.is_live(each))
+            for group in self._tailed:
+                self.kv.copy_tail(group.name, slot, spare)
+            self.kv.settle()
+            control.mark_saved(slot, length, spare)
+            kv_moves.fill_tails(self.kv, late, kept.step.workspace)
+            self.kv.settle()
+        control.commit(slot, length)
+        if late is not None:
+            control.clear_saved(slot)
 
     def publish(self, work: Sequence[Work], kept: Kept) -> None:
         """After the commit: moves bases over what is packed or whole, one call, and none for most steps."""
-        if kept.late:
-            kv_moves.fill_tails(self.kv, kept.late, kept.step.workspace)
-            self.kv.settle()
-            for slot in kept.filling:
-                self._attachment.control.mark_filling(slot, 0)
         due = [
             (w.sequence, num_tokens)
             for w, num_tokens in zip(work, kept.certain, strict=True)

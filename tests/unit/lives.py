@@ -7,24 +7,24 @@ a forward pass, an output. What the dying engine held in its own memory is gone;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from kvstore.answers import Adopted, NewPage
 from tests.unit.fake_kv import FakeAttachment
-from worker import kv_moves
+from worker import kv_moves, model_runner
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.scheduler import Work
-from worker.sequence import Output, Request, StepResult
+from worker.sequence import Output, Request, Sequence, StepResult
 from worker.weights import Model
 
 CALLS = ("open", "reserve", "seal", "truncate", "fork", "checkpoint", "release")
-WRITES = ("append_tokens", "commit", "mark_packed", "mark_filling")
+WRITES = ("append_tokens", "commit", "mark_packed", "mark_saved", "clear_saved")
 MOVES = ("pack", "fill_tails", "copy_pages", "copy_tails", "refill_tails", "_to_ring")
 
 
@@ -62,43 +62,8 @@ class OutlivingAttachment(FakeAttachment):
 
     def adopt(self) -> None:
         """The next worker attaches."""
-        self.table.end_attachment(confirmed=False)
-        self.device.control.epoch += 1
-        self.adopted = tuple(self._adopted(slot) for slot in self.control.live_slots())
-        self._repeated = {held.slot for held in self.adopted}
-
-    def _adopted(self, slot: int) -> Adopted:
-        control, sequence = self.control, self.table.sequence(slot)
-        committed, num_cached = control.committed(slot), control.num_cached(slot)
-        return Adopted(
-            slot=slot,
-            request_id=control.request_id(slot),
-            tenant_salt=control.salt(slot),
-            num_prompt_tokens=control.num_prompt_tokens(slot),
-            token_ids=control.token_log(slot),
-            num_committed=committed,
-            max_tokens=int(control.slots["max_tokens"][slot]),
-            frozen_request=control.frozen_request(slot),
-            pages={g.name: control.sequence_pages(slot, g.name) for g in self.geometry.groups if g.has_pages},
-            bases=dict(sequence.bases),
-            tail_slots={g.name: slot for g in self.geometry.groups if g.has_tail},
-            prefix_exact=sequence.inexact_from is None,
-            num_cached=num_cached,
-            intact=not control.is_filling(slot) and committed >= num_cached,
-        )
-
-    def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> dict[int, dict[str, list[NewPage]]]:
-        handed: dict[int, dict[str, list[NewPage]]] = {}
-        for slot, *_ in wanted:
-            if slot in getattr(self, "_repeated", ()):
-                for name, state in self.table.sequence(slot).groups.items():
-                    if state.handed:
-                        handed.setdefault(slot, {})[name] = [state.handed[index] for index in sorted(state.handed)]
-                self._repeated.discard(slot)
-        for slot, groups in super().reserve(wanted).items():
-            for name, pages in groups.items():
-                handed.setdefault(slot, {}).setdefault(name, []).extend(pages)
-        return handed
+        self.epoch += 1
+        self.adopted = tuple(self.device.adopt(self.epoch, living=False))
 
 
 class Lives:
@@ -141,11 +106,14 @@ class Lives:
     def _born(self) -> Engine:
         self.num_lives += 1
         self.points.armed = False
-        engine = Engine(self._config, self._model, self.attachment, self._take)
+        with pytest.MonkeyPatch.context() as patch:
+            if self.num_lives > 1:  # proved once
+                patch.setattr(model_runner, "check_tiles", lambda network: None)
+            engine = Engine(self._config, self._model, self.attachment, self._take)
         self.points.armed = True
         run = engine._runner.run
 
-        def watched(work: Sequence[Work]) -> Any:
+        def watched(work: Seq[Work]) -> Any:
             for w in work:
                 least = self._committed.get(w.sequence.request.request_id, 0)
                 assert w.sequence.num_computed >= least, f"tokens from {w.sequence.num_computed} on, {least} were done"
@@ -209,12 +177,54 @@ class Lives:
             )
             assert sequence.request.prompt == self._requests[request_id].prompt
             self.said[request_id] = list(emitted)
-            self._committed[request_id] = sequence.num_computed
+            self._committed[request_id] = min(sequence.num_computed, len(sequence.token_ids) - 1)
         left = [r for r in self._requests.values() if r.request_id not in self.ends]
         found = {sequence.request.request_id for sequence in adopted}
         for request in left:
             if request.request_id not in found:
                 self.engine.submit(replace(request, emitted=tuple(self.said[request.request_id])))
+
+    def running(self, request_id: str) -> Sequence | None:
+        running = self.engine._running
+        return next((sequence for sequence in running if sequence.request.request_id == request_id), None)
+
+    def fork(self, parent_id: str, child_id: str) -> bool:
+        """Whether there is a child now. One that a dying engine left half made is adopted, or asked for again."""
+        parent = self.running(parent_id)
+        assert parent is not None
+        child = replace(self._requests[parent_id], request_id=child_id)
+        emitted = self.said[parent_id]
+        self._requests[child_id], self.said[child_id] = child, list(emitted)
+        try:
+            with torch.inference_mode():
+                if self.engine.fork(parent, child_id) is not None:
+                    return True
+        except Killed as killed:
+            self.killed_at.append(f"{killed} in a fork")
+            control = self.attachment.control
+            for slot in control.live_slots():
+                if control.request_id(slot) == child_id:  # its caller has not heard of it: what is logged counts
+                    self.said[child_id] = control.token_log(slot)[parent.num_prompt :]
+            self._next_life()
+            return True
+        del self._requests[child_id], self.said[child_id]
+        return False
+
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Takes a sequence back to so many tokens, which it then says again; its caller forgets them."""
+        cut = self.running(request_id)
+        assert cut is not None
+        self._committed.pop(request_id, None)
+        num_said = num_tokens + 1 - cut.num_prompt
+        self.said[request_id], before = self.said[request_id][:num_said], self.said[request_id]
+        try:
+            with torch.inference_mode():
+                self.engine.truncate(cut, num_tokens)
+        except Killed as killed:
+            self.killed_at.append(f"{killed} in a truncate")
+            logged = len(self.attachment.control.token_log(cut.slot)) - cut.num_prompt
+            self.said[request_id] = before if logged > num_said else self.said[request_id][:logged]
+            self._next_life()
 
     def run(self, *requests: Request, limit: int = 3000) -> dict[str, list[int]]:
         """Until all have ended. Nothing is held then."""

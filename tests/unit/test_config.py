@@ -17,7 +17,7 @@ def test_a_config_survives_its_own_dict() -> None:
     config = WorkerConfig.from_dict({**LEAST, "deterministic": "yes", "max_running": "3", "threads": 2})
     assert config.deterministic and config.max_running == 3 and config.model == Path("m") and config.num_threads == 2
     assert WorkerConfig.from_dict(config.to_dict()) == config
-    assert config.preset == "" and config.num_slots == 3
+    assert config.preset == "" and config.num_slots == 4
     packed = WorkerConfig.from_dict({**LEAST, "kv_mode": "turboquant", "dense_layers": "1,2", "admission": "recompute"})
     assert packed.preset == "tq4" and packed.dense_layers == (1, 2) and packed.num_slots == 17
     assert WorkerConfig.from_dict(packed.to_dict()) == packed
