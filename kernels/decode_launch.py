@@ -18,7 +18,7 @@ ROW_WARPS, ROW_CTAS_PER_SM, ROW_PAGE_CHUNK = 4, 4, 512  # csrc/attend_rows.cuh
 
 MQA_THREADS, MQA_VECTORS = 512, 64  # csrc/mqa.cuh
 MQA_IMAGE_BYTES = 64 * 512 * 2 + 64 * 4
-MQA_SHARED_BYTES = 216_264
+MQA_SHARED_BYTES = 216_272
 
 
 class Phase(NamedTuple):

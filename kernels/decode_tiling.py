@@ -15,7 +15,7 @@ PAGE_TOKENS = 128
 VECTORS = (4, 8)  # query vectors that one pass over the rows takes
 PROFILE_SLOTS = ("start", "dependencies", "first_page", "tail", "producer", "consumer", "epilogue", "items")
 MERGE_THREADS = 128
-MQA_LONG_PAGES = 12  # csrc/decode_mqa.cu. An H200 took .41 ms with 12, .42 with 16, .45 with 8, .54 with 32
+MQA_LONG_PAGES = 30  # csrc/decode_mqa.cu. An H200 took .364 ms with 30, .40 with 24, .387 with 16 (B=32, 32,768 rows)
 
 # Shared memory of an SM that CTAs may take, with the 1 KiB that each of them costs beside its own.
 _LARGE_SHARED, _SMALL_SHARED, _RESERVED = 228 * 1024, 100 * 1024, 1024

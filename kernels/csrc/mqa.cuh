@@ -5,11 +5,12 @@
 // one item of the plan, for one kv head and one block of up to 64 vectors. A CTA of four warpgroups takes work off a
 // queue; a *tile* is 64 rows, and a page is a pair of them:
 //
-//   producers    decode rows to fp16 (2 T - 1, exact; a row's scale is left to the weights) into two tiles of 64 rows x
-//                512 in shared memory, each in two halves of 256 dims, one of each warpgroup, that are handed over apart.
-//                Rows of a tail are copied as they are, and multiplied in their own type.
+//   producers    decode rows to fp16, each times its scale but for a power of two that the tile's rows have in common (or,
+//                where their scales differ much, 2 T - 1 exactly, a row's scale being left to the weights), into two
+//                tiles of 64 rows x 512 in shared memory, each in two halves of 256 dims, one of each warpgroup, that are
+//                handed over apart. Rows of a tail are copied as they are, and multiplied in their own type.
 //   consumers    side s (0, 1) computes the scores of tile s, 64 vectors x 64 rows over all 512 dims, and their weights,
-//                p = 2^(x - reference) times the row's scale; both sides add the weighted rows of both tiles, side s to
+//                p = 2^(x - reference) times what was left out; both sides add the weighted rows of both tiles, side s to
 //                dims [256 s, 256 s + 256) of the output, which stays in their registers (64 x 256 f32).
 //
 // So scores are computed once, and each side hands its weights to the other through shared memory. Both add tiles in
@@ -39,13 +40,6 @@ namespace tailpack {
 // Of 65,536; a launch gives each of the 512 threads 128.
 constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
 static_assert(256 * (kConsumerRegisters + kProducerRegisters) == 65536);
-
-// Whether side 1 adds tile 0 before it computes the scores of tile 1. That frees tile 0 earlier where producers are slow; with
-// producers that are ahead, its scores are done while side 0 works out weights, and its weights while tile 0 is added.
-#if !defined(TAILPACK_MQA_ADD_FIRST)
-#define TAILPACK_MQA_ADD_FIRST 0
-#endif
-constexpr bool kAddFirst = TAILPACK_MQA_ADD_FIRST;
 
 constexpr float kLog2E = 1.44269504f;
 
@@ -102,24 +96,23 @@ __device__ __forceinline__ void correct(Output& out, const float (&correction)[2
     }
 }
 
-// The tile's products to weights, two 16-bit values a register: weights[2 i + v] for vector v of the thread, rows
-// 8 i + 2 t, + 1. offset: of the tile in the item. Returns in `correction` what older sums must be multiplied with.
-template <typename Half, bool SOFTCAP>
-__device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, uint32_t n, float (&scores)[32],
-                                      uint32_t scales, int offset, Softmax& state,
-                                      float (&correction)[2], uint32_t (&weights)[16]) {
-    const int t = static_cast<int>(threadIdx.x) % 4;
-    const auto load_scales = [&](int i) { // of rows 8 i + 2 t, + 1: scale, log2; scale, log2
-        return load_shared_f4(scales + 16 * static_cast<uint32_t>(4 * i + t));
-    };
-    // x = factor * score, or with softcap cap log2 e tanh(s / cap), tanh y = 1 - 2 / (1 + 2^(2 log2 e y)).
-    const float factor[2] = {SOFTCAP ? 1.0f : state.factor[0], SOFTCAP ? 1.0f : state.factor[1]};
-    const MqaWork work = peek_work(shared, n); // again: registers are scarce
-    const Visible to_all = visible_to_all(args, work);
-    const bool masked = __any_sync(kAllLanes, offset < to_all.begin || offset + kTileRows > to_all.end);
-    int begin[2] = {}, end[2] = {};
-    if (masked) {
-        const int last = static_cast<int>(args.num_queries * args.group) - 1;
+// A score of the softmax's argument, x = factor * score, or with softcap cap log2 e tanh(s / cap), tanh y = 1 - 2 / (1 + 2^(2
+// log2 e y)).
+__device__ __forceinline__ float capped(const DecodeArgs& args, float score, float factor) {
+    return args.softcap * kLog2E * (1.0f - divide_fast(2.0f, 1.0f + exp2_fast(score * factor)));
+}
+// Of a thread's two vectors, the rows of a tile that they see: those of register 4 i + 2 v + j with begin <= 8 i + j < end.
+struct VisibleRows {
+    int begin[2], end[2];
+    bool masked; // false: all of them
+
+    __device__ __forceinline__ VisibleRows(const DecodeArgs& args, uint32_t shared, uint32_t n, int offset) {
+        const MqaWork work = peek_work(shared, n); // again: registers are scarce
+        const Visible to_all = visible_to_all(args, work);
+        masked = __any_sync(kAllLanes, offset < to_all.begin || offset + kTileRows > to_all.end);
+        begin[0] = begin[1] = end[0] = end[1] = 0;
+        if (!masked) return;
+        const int last = static_cast<int>(args.num_queries * args.group) - 1, t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
         for (int v = 0; v < 2; v++) {
             const Visible visible = visible_rows(args, work, min(vector_of(work, v), last) / static_cast<int>(args.group));
@@ -127,6 +120,82 @@ __device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, u
             end[v] = visible.end - offset - 2 * t;
         }
     }
+    __device__ __forceinline__ bool hides(int v, int row) const { return row < begin[v] || row >= end[v]; }
+};
+// The new references of a thread's two vectors, for the largest exponents of their weights in this tile.
+template <typename Half>
+__device__ __forceinline__ void raise_references(Softmax& state, float (&top)[2], float (&correction)[2], float (&subtract)[2]) {
+    float reference[2];
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        top[v] = fmaxf(top[v], __shfl_xor_sync(kAllLanes, top[v], 1));
+        top[v] = fmaxf(top[v], __shfl_xor_sync(kAllLanes, top[v], 2));
+        reference[v] = top[v] > state.reference[v] + headroom<Half>() ? top[v] : state.reference[v];
+        // Nothing seen yet: all scores are -inf, and any finite number makes zeros of them.
+        subtract[v] = reference[v] == hidden_score() ? 0.0f : reference[v];
+    }
+    move_references(state, reference, correction);
+}
+
+// The same as `weigh`, for a tile whose rows have one exponent instead of scales.
+template <typename Half, bool SOFTCAP>
+__device__ __forceinline__ void weigh_even(const DecodeArgs& args, uint32_t shared, uint32_t n, float (&scores)[32],
+                                           float exponent, int offset, Softmax& state, float (&correction)[2],
+                                           uint32_t (&weights)[16]) {
+    const float up = __uint_as_float(static_cast<uint32_t>(static_cast<int>(exponent) + 127) << 23);
+    const float down = __uint_as_float(static_cast<uint32_t>(127 - static_cast<int>(exponent)) << 23);
+    const float own[2] = {state.factor[0] * up, state.factor[1] * up};
+    const float factor[2] = {SOFTCAP ? 1.0f : own[0], SOFTCAP ? 1.0f : own[1]};
+    if constexpr (SOFTCAP) {
+#pragma unroll
+        for (int i = 0; i < 32; i++) scores[i] = capped(args, scores[i], own[i / 2 % 2]);
+    }
+    const VisibleRows visible(args, shared, n, offset);
+    if (visible.masked) {
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            if (visible.hides(i / 2 % 2, 8 * (i / 4) + i % 2)) scores[i] = hidden_score();
+    }
+    float top[2] = {hidden_score(), hidden_score()};
+#pragma unroll
+    for (int i = 0; i < 32; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
+    float subtract[2];
+#pragma unroll
+    for (int v = 0; v < 2; v++) top[v] = fmaf(top[v], factor[v], exponent);
+    raise_references<Half>(state, top, correction, subtract);
+    float sum[2] = {0.0f, 0.0f}; // of weights: p times 2^exponent
+#pragma unroll
+    for (int v = 0; v < 2; v++) subtract[v] = exponent - subtract[v];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int v = 0; v < 2; v++) {
+            const float p0 = exp2_fast(fmaf(scores[4 * i + 2 * v], factor[v], subtract[v]));
+            const float p1 = exp2_fast(fmaf(scores[4 * i + 2 * v + 1], factor[v], subtract[v]));
+            sum[v] += p0 + p1;
+            weights[2 * i + v] = pack_halves<Half>(p0, p1);
+        }
+#pragma unroll
+    for (int v = 0; v < 2; v++) state.sum[v] = fmaf(sum[v], down, state.sum[v]);
+}
+
+// The tile's products to weights, two 16-bit values a register: weights[2 i + v] for vector v of the thread, rows
+// 8 i + 2 t, + 1. offset: of the tile in the item. Returns in `correction` what older sums must be multiplied with.
+template <int SIDE, typename Half, bool SOFTCAP>
+__device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, uint32_t n, float (&scores)[32],
+                                      uint32_t scales, int offset, Softmax& state,
+                                      float (&correction)[2], uint32_t (&weights)[16]) {
+    const int t = static_cast<int>(threadIdx.x) % 4;
+    const float exponent = __uint_as_float(__shfl_sync(kAllLanes, load_shared_4(shared + mqa_shared::kExponents + 4 * SIDE), 0));
+    if (__builtin_expect(exponent == exponent, 1)) {
+        weigh_even<Half, SOFTCAP>(args, shared, n, scores, exponent, offset, state, correction, weights);
+        return;
+    }
+    const auto load_scales = [&](int i) { // of rows 8 i + 2 t, + 1: scale, log2; scale, log2
+        return load_shared_f4(scales + 16 * static_cast<uint32_t>(4 * i + t));
+    };
+    const float factor[2] = {SOFTCAP ? 1.0f : state.factor[0], SOFTCAP ? 1.0f : state.factor[1]};
+    const VisibleRows visible(args, shared, n, offset);
     float top[2] = {hidden_score(), hidden_score()};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -137,22 +206,13 @@ __device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, u
             float& score = scores[4 * i + j];
             const int v = j / 2, row = 8 * i + j % 2;
             score *= j % 2 == 0 ? scale.x : scale.z;
-            if constexpr (SOFTCAP)
-                score = args.softcap * kLog2E * (1.0f - divide_fast(2.0f, 1.0f + exp2_fast(score * state.factor[v])));
-            if (masked && (row < begin[v] || row >= end[v])) score = hidden_score();
+            if constexpr (SOFTCAP) score = capped(args, score, state.factor[v]);
+            if (visible.masked && visible.hides(v, row)) score = hidden_score();
             top[v] = fmaxf(top[v], fmaf(score, factor[v], j % 2 == 0 ? scale.y : scale.w));
         }
     }
-    float reference[2], subtract[2];
-#pragma unroll
-    for (int v = 0; v < 2; v++) {
-        top[v] = fmaxf(top[v], __shfl_xor_sync(kAllLanes, top[v], 1));
-        top[v] = fmaxf(top[v], __shfl_xor_sync(kAllLanes, top[v], 2));
-        reference[v] = top[v] > state.reference[v] + headroom<Half>() ? top[v] : state.reference[v];
-        // Nothing seen yet: all scores are -inf, and any finite number makes zeros of them.
-        subtract[v] = reference[v] == hidden_score() ? 0.0f : reference[v];
-    }
-    move_references(state, reference, correction);
+    float subtract[2];
+    raise_references<Half>(state, top, correction, subtract);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         if (i % 4 == 0) __syncwarp(); // or the assembler loads all scales at once, and spills
@@ -286,7 +346,8 @@ __device__ __forceinline__ void store_partial(const DecodeArgs& args, uint32_t s
 
 // A variant for finding errors (TAILPACK_MQA_DUMP): CTA 0 leaves what it had in its first round at args.profile.
 //   [0] tile 0 of fp16   [65,536] the queries' image   [131,328] scales and log2 of tile 0   [131,840] scores f32 [64][64]
-//   of tile 0, products only   [148,224] weights of side 0, a slab of fp16   [156,416] references of side 0, f32
+//   of tile 0, products only   [148,224] weights of side 0, a slab of fp16   [156,416] references of side 0, f32   [156,672]
+//   exponent of tile 0
 #if defined(TAILPACK_MQA_DUMP)
 __device__ __forceinline__ void dump_bytes(const DecodeArgs& args, uint32_t to, uint32_t from, uint32_t bytes) {
     for (uint32_t at = 4 * (threadIdx.x % 128); at < bytes; at += 512)
@@ -296,6 +357,7 @@ __device__ inline void dump_scores(const DecodeArgs& args, uint32_t shared, cons
     dump_bytes(args, 0, shared + mqa_shared::kTiles, mqa_shared::kTile);
     dump_bytes(args, 65536, shared + mqa_shared::kQueries, kQueryImageBytes);
     dump_bytes(args, 131328, shared + mqa_shared::kScales, 8 * kTileRows);
+    dump_bytes(args, 156672, shared + mqa_shared::kExponents, 4);
     float* to = reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(args.profile) + 131840) + 64 * own_row() + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int i = 0; i < 32; i++) to[i / 2 % 2 * 8 * 64 + i / 4 * 8 + i % 2] = scores[i];
@@ -342,7 +404,7 @@ __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t sh
             const bool dumps = blockIdx.x == 0 && clock.work() == 0 && first == 0;
             if (dumps) dump_scores(args, shared, scores);
 #endif
-            weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, first, state, correction, weights);
+            weigh<SIDE, Half, SOFTCAP>(args, shared, clock.work(), scores, scales, first, state, correction, weights);
             publish_weights<SIDE>(shared, weights, state);
 #if defined(TAILPACK_MQA_DUMP)
             if (dumps) dump_weights(args, shared);
@@ -356,22 +418,6 @@ __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t sh
             start_other<SIDE, Half>(out, shared, clock.round());
             times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
             arrive_as_warp(empty_barrier(shared, 1, 0));
-        } else if constexpr (kAddFirst) {
-            take_references<0>(shared, clock.round(), state, correction, times);
-            correct(out, correction);
-            start_other<SIDE, Half>(out, shared, clock.round());
-            times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
-            arrive_as_warp(empty_barrier(shared, 0, 1));
-            start_scores<Half>(scores, shared, SIDE, clock.round(), times);
-            times.time<kMqaScoreWait>([] { wgmma_wait<0>(); });
-            hold(scores);
-            if (last) arrive_as_warp(shared + mqa_shared::kQueriesEmpty);
-            weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, first + kTileRows, state, correction, weights);
-            publish_weights<SIDE>(shared, weights, state);
-            correct(out, correction);
-            start_own<SIDE, Half>(out, weights, shared);
-            times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
-            arrive_as_warp(empty_barrier(shared, 1, 1));
         } else {
             start_scores<Half>(scores, shared, SIDE, clock.round(), times);
             take_references<0>(shared, clock.round(), state, correction, times);
@@ -383,7 +429,7 @@ __device__ __forceinline__ void consume_work(const DecodeArgs& args, uint32_t sh
             start_other<SIDE, Half>(out, shared, clock.round());
             __syncwarp(); // or the compiler issues the products in between what follows
             hold(scores);
-            weigh<Half, SOFTCAP>(args, shared, clock.work(), scores, scales, first + kTileRows, state, correction, weights);
+            weigh<SIDE, Half, SOFTCAP>(args, shared, clock.work(), scores, scales, first + kTileRows, state, correction, weights);
             publish_weights<SIDE>(shared, weights, state);
             times.time<kMqaOutWait>([] { wgmma_wait<0>(); });
             arrive_as_warp(empty_barrier(shared, 0, 1));

@@ -43,10 +43,59 @@ __device__ __forceinline__ void publish_half(uint32_t shared, int tile, int half
     arrive_as_warp(full_barrier(shared, tile, half));
 }
 
-// What row `thread % 64` of a tile must be multiplied with, by two warps of half 0. Of a zero row, and of norms below 1e-10, which are
-// stored as zero rows, the logarithm is only a bound.
-__device__ __forceinline__ void store_scale(uint32_t shared, int tile, float scale) {
-    const uint32_t row = threadIdx.x % kTileRows, to = shared + mqa_shared::kScales + static_cast<uint32_t>(tile) * 8 * kTileRows;
+// Where the rows of a tile are *even*, their scales are multiplied into the values (rounding them to fp16's 11 bits), less a
+// power of two that the tile's rows have in common: weights are then found without looking at a row. That is so where the
+// largest scale is at most 2^kEven times the smallest, so that no row's values leave fp16's range, and neither is far from 1.
+// Else each row keeps its scale, and the values that lie in the tile are +-(2 T - 1).
+constexpr uint32_t kEven = 8;
+constexpr uint32_t kEvenFrom = 127 - 60, kEvenTo = 127 + 20; // exponents of the largest scale, biased
+
+// The scales of a tile's 64 rows, of rows `lane` and `lane` + 32 in each warp, with the grid's half step.
+struct TileScales {
+    float low, high;
+    __device__ __forceinline__ void load(const float* scales) {
+        const uint32_t lane = threadIdx.x % 32;
+        low = scales[lane], high = scales[lane + 32];
+    }
+};
+struct RowFactors {
+    __half2 row[2]; // of the thread's rows, r and r + 8
+    bool even;
+    uint32_t exponent; // of what the rows have in common, biased
+
+    __device__ __forceinline__ RowFactors(const TileScales& scales, float half_step) {
+        const uint32_t warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+        const float low = scales.low * half_step, high = scales.high * half_step;
+        const uint32_t a = __float_as_uint(low), b = __float_as_uint(high);
+        const uint32_t most = __reduce_max_sync(kAllLanes, max(a, b)) >> 23;
+        const uint32_t least = __reduce_min_sync(kAllLanes, min(a - 1, b - 1)) + 1 >> 23; // zero rows do not count
+        exponent = most == 0 ? 127 : most;
+        even = most == 0 || (most - least <= kEven && most >= kEvenFrom && most <= kEvenTo);
+        const float down = __uint_as_float((254 - min(exponent, 253u)) << 23);
+        const float own = (warp < 2 ? low : high) * down;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float factor = __shfl_sync(kAllLanes, own, 16 * (warp % 2) + lane % 8 + 8 * i);
+            row[i] = __float2half2_rn(even ? factor : 1.0f);
+        }
+    }
+};
+__device__ __forceinline__ uint4 times_factor(uint4 x, __half2 factor) {
+    const auto times = [&](uint32_t& pair) {
+        const __half2 value = __hmul2(*reinterpret_cast<const __half2*>(&pair), factor);
+        pair = *reinterpret_cast<const uint32_t*>(&value);
+    };
+    times(x.x), times(x.y), times(x.z), times(x.w);
+    return x;
+}
+__device__ __forceinline__ void store_exponent(uint32_t shared, int tile, float exponent) {
+    store_shared_4(shared + mqa_shared::kExponents + 4 * static_cast<uint32_t>(tile), __float_as_uint(exponent));
+}
+
+// What a row of a tile that is not even must be multiplied with. Of a zero row, and of norms below 1e-10, which are stored as
+// zero rows, the logarithm is only a bound.
+__device__ __forceinline__ void store_scale(uint32_t shared, int tile, uint32_t row, float scale) {
+    const uint32_t to = shared + mqa_shared::kScales + static_cast<uint32_t>(tile) * 8 * kTileRows;
     store_shared_4(to + 8 * row, __float_as_uint(scale));
     store_shared_4(to + 8 * row + 4, __float_as_uint(log2_fast(fmaxf(scale, 0x1p-60f))));
 }
@@ -57,25 +106,24 @@ __device__ __forceinline__ void load_codes(uint4 (&codes)[4], const uint8_t* fro
 #pragma unroll
     for (int i = 0; i < 4; i++) codes[i] = load_stream_16(from + i / 2 * 8 * (kMqaWidth / 2) + i % 2 * 64);
 }
-// Whether two decoded values stand in registers of their own before the first is stored. A store reads its registers late:
-// with all values in the same four, each is decoded only when the one before has left. (The barrier is what keeps the
-// assembler from it; with the first codes it would cost registers that are not there.)
-#if !defined(TAILPACK_MQA_PAIR_STORES)
-#define TAILPACK_MQA_PAIR_STORES 1
-#endif
-constexpr bool kPairStores = TAILPACK_MQA_PAIR_STORES;
-
+// Two decoded values stand in registers of their own before the first is stored. A store reads its registers late: with all
+// values in the same four, each is decoded only when the one before has left. (The barrier is what keeps the assembler from
+// it; with the first codes it would cost registers that are not there.)
 // chunk: where the thread's first four chunks lie in the half of tile 0.
-__device__ __forceinline__ void store_decoded(const uint4 (&codes)[4], const uint32_t (&chunk)[4], int tile) {
+__device__ __forceinline__ void store_decoded(const uint4 (&codes)[4], const uint32_t (&chunk)[4], int tile,
+                                              const RowFactors& factors) {
+    const auto decode = [&](uint32_t word, int i) {
+        return times_factor(decode_codes<kMqaWidth>(word), factors.row[i / 2]);
+    };
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const uint32_t to = static_cast<uint32_t>(tile) * mqa_shared::kTile + i / 2 * 8 * 128 + i % 2 * 2 * mqa_shared::kSlab;
-        uint4 a = decode_codes<kMqaWidth>(codes[i].x), b = decode_codes<kMqaWidth>(codes[i].y);
-        if (kPairStores && i > 0) __syncwarp();
+        uint4 a = decode(codes[i].x, i), b = decode(codes[i].y, i);
+        if (i > 0) __syncwarp();
         store_shared_16(chunk[0] + to, a);
         store_shared_16(chunk[1] + to, b);
-        a = decode_codes<kMqaWidth>(codes[i].z), b = decode_codes<kMqaWidth>(codes[i].w);
-        if (kPairStores) __syncwarp();
+        a = decode(codes[i].z, i), b = decode(codes[i].w, i);
+        __syncwarp();
         store_shared_16(chunk[2] + to, a);
         store_shared_16(chunk[3] + to, b);
     }
@@ -102,9 +150,9 @@ __device__ __forceinline__ void produce_packed(const DecodeArgs& args, const Mqa
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++)
         chunk[i] = half_address(shared, 0, half) + column / 2 * mqa_shared::kSlab + slab_offset(row, column % 2 * 64 + 16 * i);
-    const uint32_t scale_offset = static_cast<uint32_t>(args.k_scales_offset) + 4 * thread - first_code; // of row `thread`
-    const auto load_scale = [&](const uint8_t* page) {
-        return half == 0 ? *reinterpret_cast<const float*>(page + scale_offset) : 0.0f;
+    const uint32_t scale_offset = static_cast<uint32_t>(args.k_scales_offset) - first_code;
+    const auto scales_of = [&](const uint8_t* page, int tile) {
+        return reinterpret_cast<const float*>(page + scale_offset) + tile * kTileRows;
     };
     // A page's codes into L2, two pages before they are loaded: that latency is short.
     const auto prefetch = [&](const uint8_t* at) {
@@ -115,7 +163,8 @@ __device__ __forceinline__ void produce_packed(const DecodeArgs& args, const Mqa
     const uint8_t* page = page_at(0);
     uint4 codes[4]; // of the tile that comes
     load_codes(codes, page);
-    float scale = load_scale(page);
+    TileScales scales;
+    scales.load(scales_of(page, 0));
     prefetch(page_at(1));
 #pragma unroll 1
     for (int left = last; left >= 0; left--, round++) {
@@ -123,8 +172,16 @@ __device__ __forceinline__ void produce_packed(const DecodeArgs& args, const Mqa
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
             times.time<kMqaTileWait>([&] { mbarrier_wait(empty_barrier(shared, tile, half), (round & 1) ^ 1); });
-            store_decoded(codes, chunk, tile);
-            if (half == 0 && static_cast<int>(thread) / kTileRows == tile) store_scale(shared, tile, scale * kHalfStep);
+            const RowFactors factors(scales, kHalfStep);
+            store_decoded(codes, chunk, tile, factors);
+            if (half == 0) {
+                if (thread == 0)
+                    store_exponent(shared, tile, factors.even ? static_cast<float>(static_cast<int>(factors.exponent) - 127) : __uint_as_float(0x7fc00000u));
+                if (!factors.even && thread < 32) {
+                    store_scale(shared, tile, thread, scales.low * kHalfStep);
+                    store_scale(shared, tile, thread + 32, scales.high * kHalfStep);
+                }
+            }
             publish_half(shared, tile, half);
             if (tile == 0) {
                 prefetch(page_at(2));
@@ -133,7 +190,7 @@ __device__ __forceinline__ void produce_packed(const DecodeArgs& args, const Mqa
                 id = __shfl_sync(kAllLanes, id, (thread + 1) % 32);
             }
             load_codes(codes, page + (1 - tile) * kTileBytes);
-            if (tile == 1) scale = load_scale(page);
+            scales.load(scales_of(page, 1 - tile));
         }
     }
 }
@@ -165,7 +222,7 @@ __device__ __forceinline__ void produce_rows(const DecodeArgs& args, const MqaWo
 #pragma unroll
                 for (uint32_t i = 0; i < 4; i++) store_shared_16(to + slab_offset(row + i, byte), x[i]);
             }
-            if (half == 0 && thread < kTileRows) store_scale(shared, tile, 1.0f);
+            if (half == 0 && thread == 0) store_exponent(shared, tile, 0.0f);
             publish_half(shared, tile, half);
         }
 }

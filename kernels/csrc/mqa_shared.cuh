@@ -22,7 +22,7 @@ constexpr uint32_t kTiles = 0;                                  // [2]
 constexpr uint32_t kWeights = kTiles + 2 * kTile;               // [side] slab: vectors x rows of a tile
 constexpr uint32_t kQueries = kWeights + 2 * kSlab;             // as a tile, and then
 constexpr uint32_t kFactors = kQueries + kTile;                 // [vector] f32
-constexpr uint32_t kScales = kFactors + 4 * kMqaVectors;        // [tile][row] f32 of the row's values, and its log2
+constexpr uint32_t kScales = kFactors + 4 * kMqaVectors;        // [tile][row] f32 of the row's values, and its log2; of some tiles
 constexpr uint32_t kReferences = kScales + 2 * 8 * kTileRows;   // [side][vector] f32
 constexpr uint32_t kSums = kReferences + 2 * 4 * kMqaVectors;   // [vector] f32, of side 1
 constexpr uint32_t kWork = kSums + 4 * kMqaVectors;             // [2] MqaWork
@@ -30,7 +30,8 @@ constexpr uint32_t kBarriers = kWork + 2 * 32;
 constexpr uint32_t kFull = kBarriers, kEmpty = kFull + 32, kWeightsFull = kEmpty + 32, kQueriesFull = kWeightsFull + 16,
                    kQueriesEmpty = kQueriesFull + 8, kSumsFull = kQueriesEmpty + 8, kWorkFull = kSumsFull + 8,
                    kWorkEmpty = kWorkFull + 16;
-constexpr uint32_t kEnd = kWorkEmpty + 16;
+constexpr uint32_t kExponents = kWorkEmpty + 16; // [tile] f32: rows are those there times 2^this; NaN: times kScales
+constexpr uint32_t kEnd = kExponents + 8;
 } // namespace mqa_shared
 constexpr uint32_t kMqaSharedBytes = mqa_shared::kEnd + 1024; // to reach a multiple of 1,024
 

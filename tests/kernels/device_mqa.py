@@ -40,6 +40,7 @@ STAGE_CASES = {
     "one block": Case(lengths=(900, 3000)),
     "few vectors": Case(lengths=(900,), group=16, num_queries=3, seed=4),
     "softcap": Case(lengths=(900,), softcap=5.0),
+    "uneven rows": Case(lengths=(900,), uneven=6.0, sm_scale=1e-9),
 }
 CORNERS = {
     "lengths": Case(lengths=(1, 17, 127, 128, 129, 300, 0, 700, 16385)),
@@ -49,8 +50,13 @@ CORNERS = {
     "references that move": Case(lengths=(900, 5000), drift=20.0),
     "zero rows first": Case(lengths=(400, 900), zero_rows=200),
     "softcap": Case(lengths=(900, 1200), softcap=5.0, drift=1.0),
+    "uneven rows": Case(lengths=(900, 1200, 5000), uneven=6.0, sm_scale=1e-9),
+    "some tiles uneven": Case(lengths=(900, 1200), uneven=1.3, sm_scale=0.01),
+    "uneven rows, window": Case(lengths=(900, 700), uneven=6.0, sm_scale=1e-9, window=300, num_queries=3, group=16),
+    "uneven rows, softcap": Case(lengths=(900, 1200), uneven=4.0, sm_scale=1e-5, softcap=5.0),
+    "tiny rows": Case(lengths=(900, 400), norm=1e-8, sm_scale=1e6),
     "f16": Case(lengths=(900, 1200), row_type="f16", drift=1.0),
-    "norms of 1e6": Case(lengths=(900, 400), norm=1e6, sm_scale=1e-7),
+    "norms of 1e6": Case(lengths=(900, 400), norm=1e6, sm_scale=1e-9),
     "more work than CTAs": Case(lengths=tuple(range(200, 20000, 900))),
 }
 

@@ -33,7 +33,8 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 @dataclass(frozen=True)
 class Case:
     """norm: of a row, times sqrt(width). drift: by how much scores grow along a sequence, so that references move.
-    zero_rows: at a sequence's start."""
+    zero_rows: at a sequence's start. uneven: spread of the norms of rows, in powers of two; from 2 on most tiles keep
+    the scales of its rows (csrc/mqa_producer.cuh)."""
 
     lengths: tuple[int, ...] = (300,)
     group: int = 64
@@ -46,6 +47,7 @@ class Case:
     sm_scale: float = 0.0
     drift: float = 0.0
     zero_rows: int = 0
+    uneven: float = 0.0
     tail_tokens: tuple[int, ...] = field(default=())  # that stay in the tail at least; by default about 20 to 120
     ring_rows: int = 300
     sinks: bool = False
@@ -98,6 +100,7 @@ class Call:
         case = self.case
         rows = self._normal(end - first, case.kv_heads, WIDTH) * case.norm
         rows *= torch.exp(0.3 * self._normal(end - first, case.kv_heads, 1))
+        rows *= torch.exp2(case.uneven * self._normal(end - first, case.kv_heads, 1))
         if case.drift:  # along the queries, more and more
             along = self.q[i, 0, :: case.group].float()
             share = torch.linspace(first, end, end - first, device=self.device) / max(case.lengths)

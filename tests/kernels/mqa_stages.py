@@ -16,7 +16,10 @@ from kernels.rotation import rotate
 from tests.kernels.mqa_call import BITS, CODE_BYTES, VECTORS, WIDTH, Call
 
 # Offsets of the dump, csrc/mqa.cuh.
-TILE, QUERIES, FACTORS, SCALES, SCORES, WEIGHTS, REFERENCES = 0, 65536, 131072, 131328, 131840, 148224, 156416
+TILE, QUERIES, FACTORS, SCALES, SCORES, WEIGHTS, REFERENCES, EXPONENT = (
+    *(0, 65536, 131072, 131328, 131840, 148224, 156416),
+    156672,
+)
 ROWS = 64  # of a tile
 
 
@@ -59,12 +62,19 @@ def stages(call: Call) -> list[Stage]:
     half_step = turboquant.grid(WIDTH, BITS).step / 2
     tile = from_slabs(dump[TILE : TILE + 65536], WIDTH)
     want = (values / half_step).round()[nibbles]
-    found.append(Stage("tile", "decoded values that differ", float((tile != want).sum()), 0))
-
-    own = dump[SCALES : SCALES + 512].view(torch.float32).view(ROWS, 2).double()
-    found.append(Stage("scales", "scale * step / 2", _relative(own[:, 0], scales * half_step), 1e-6))
-    logs = (scales * half_step).clamp(min=2.0**-60).log2()
-    found.append(Stage("log scales", "absolute", float((own[:, 1] - logs).abs().max()), 1e-4))
+    exponent = float(dump[EXPONENT : EXPONENT + 4].view(torch.float32))
+    if exponent == exponent:
+        largest = float((scales * half_step).max().log2().floor())
+        found.append(Stage("exponent", "of the largest scale, absolute", abs(exponent - largest), 0))
+        want *= (scales * half_step * 2.0**-exponent)[:, None]
+        found.append(Stage("tile", "decoded values", float(((tile - want) / want).nan_to_num().abs().max()), 1e-3))
+        own = torch.tensor([2.0**exponent, exponent], device=device).double().expand(ROWS, 2)
+    else:
+        found.append(Stage("tile", "decoded values that differ", float((tile != want).sum()), 0))
+        own = dump[SCALES : SCALES + 512].view(torch.float32).view(ROWS, 2).double()
+        found.append(Stage("scales", "scale * step / 2", _relative(own[:, 0], scales * half_step), 1e-6))
+        logs = (scales * half_step).clamp(min=2.0**-60).log2()
+        found.append(Stage("log scales", "absolute", float((own[:, 1] - logs).abs().max()), 1e-4))
 
     image = from_slabs(dump[QUERIES : QUERIES + 65536], WIDTH)
     factors = dump[FACTORS : FACTORS + 4 * VECTORS].view(torch.float32).double()

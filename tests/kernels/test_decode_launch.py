@@ -71,7 +71,7 @@ def test_long_splits_are_those_that_the_cell_is_compiled_with() -> None:
     for cell, codecs, pages in (
         (packed_cell(64, "tq4", AttentionVariant()), ("tq4", "tq4"), 32),
         (packed_cell(128, "tq4", AttentionVariant()), ("tq4", "tq4"), 16),
-        (mqa_cell(512, "tq4", AttentionVariant(vectors=8)), ("tq4", None), 12),
+        (mqa_cell(512, "tq4", AttentionVariant(vectors=8)), ("tq4", None), 30),
         (rows_cell(64, "fp8", AttentionVariant(vectors=8)), ("fp8", "fp8"), 0),
     ):
         assert launch_of(cell, DecodeShape(cell.width, 32, 1, *codecs), "sm_90a").long_pages == pages

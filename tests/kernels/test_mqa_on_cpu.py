@@ -64,9 +64,14 @@ CASES = {
     "references that move": Case(lengths=(900, 1200), drift=20.0),
     "zero rows first": Case(lengths=(400, 900), zero_rows=200),
     "softcap": Case(lengths=(900, 1200), softcap=5.0, drift=1.0),
+    "uneven rows": Case(lengths=(900, 1200, 700), uneven=6.0, sm_scale=1e-9),
+    "some tiles uneven": Case(lengths=(900, 1200), uneven=1.3, sm_scale=0.01),
+    "uneven rows, window": Case(lengths=(900, 700), uneven=6.0, sm_scale=1e-9, window=300, num_queries=3, group=16),
+    "uneven rows, softcap": Case(lengths=(900, 1200), uneven=4.0, sm_scale=1e-5, softcap=5.0),
+    "tiny rows": Case(lengths=(900, 400), norm=1e-8, sm_scale=1e6),
     "f16": Case(lengths=(900, 700), row_type="f16", drift=1.0),
     "f16 of few rows that count": Case(lengths=(900, 400), row_type="f16", drift=8.0, window=150, num_queries=2),
-    "norms of 1e6": Case(lengths=(900, 400), norm=1e6, sm_scale=1e-7),
+    "norms of 1e6": Case(lengths=(900, 400), norm=1e6, sm_scale=1e-9),
     "a ring that wraps": Case(lengths=(1000, 1279), tail_tokens=(200, 255), ring_rows=384),
 }
 
@@ -80,7 +85,11 @@ def test_output_and_lse(library: Build, name: str) -> None:
 
 
 def test_each_stage_of_the_attend_kernel(library: Build) -> None:
-    for case in (Case(lengths=(900,)), Case(lengths=(900,), group=16, num_queries=3, softcap=5.0)):
+    for case in (
+        Case(lengths=(900,)),
+        Case(lengths=(900,), group=16, num_queries=3, softcap=5.0),
+        Case(lengths=(900,), uneven=6.0, sm_scale=1e-9),
+    ):
         call = run(library(case, "TAILPACK_MQA_DUMP"), case)
         for stage in stages(call):
             print(stage)
