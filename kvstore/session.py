@@ -157,7 +157,10 @@ class Session:
             elif isinstance(error, RequestCancelled) or error.reason == "STALE_EPOCH":
                 # How a store that stops answers a call in flight; the reader may not have read `revoked` yet.
                 self._end(f"the store ended the attachment: {error.message}", tell=True)
-            elif not isinstance(error, Unavailable) and self.lost is None:
+            elif isinstance(error, Unavailable):
+                # A call may hear of the store's end before the reader does, and what is not over cannot be reattached.
+                self._end(f"the store does not answer: {error.message}", tell=True)
+            elif self.lost is None:
                 raise error from failure
             raise lost(self.lost or str(error)) from failure
 
