@@ -152,7 +152,9 @@ def _spread(name: str, shape: Sequence[int]) -> tuple[float, float]:
         return 1.0, 0.2
     if name.endswith(("attn_sink", "ape")) or name == "embed.weight":
         return 0.0, 1.0
-    if name.endswith(("_base", "_scale", "gate.bias")):
+    if name.endswith("gate.bias"):  # larger, it would send all tokens to the same experts
+        return 0.0, 0.02
+    if name.endswith(("_base", "_scale")):
         return 0.0, 0.3
     return 0.0, float(shape[-1] ** -0.5)
 
