@@ -148,6 +148,7 @@ def deepseek_v4_options(command: Any) -> Any:
     help="Demand tokens, as `router serve` does.",
 )
 @server_tls_options
+@advanced_option("--no-restart", is_flag=True, help="End when kvstore or router die, instead of restarting them.")
 @advanced_option(
     "--ready-file", type=click.Path(path_type=Path, dir_okay=False), help="Write addresses and pids here when ready."
 )
@@ -382,6 +383,9 @@ def _print_ready(running: Any) -> None:
     default=Path("/run/tailpack/logs"),
     show_default=True,
     help="Workers write here; this process passes it on.",
+)
+@advanced_option(
+    "--drain-file", type=click.Path(path_type=Path, dir_okay=False), help="Drain when it is there, as on SIGTERM."
 )
 @advanced_option(
     "--drained-file", type=click.Path(path_type=Path, dir_okay=False), help="Made when all workers have ended."

@@ -57,7 +57,8 @@ class NodeConfig:
         workers: how many, on the CPU; on GPUs how many there must be, where it is not 0.
         node_name: workers are called node_name-0, node_name-1, ...
         log_dir: holds the workers' logs until they are passed on.
-        drained_file: made when all have ended; removed at the start.
+        drain_file: who makes it asks for a drain, as SIGTERM does: what ends Ray's container, and with it the workers.
+        drained_file: made when all have ended. Both are removed at the start.
     """
 
     settings: dict[str, Any]
@@ -70,6 +71,7 @@ class NodeConfig:
     ray_address: str
     log_dir: Path
     drain_s: float
+    drain_file: Path | None = None
     drained_file: Path | None = None
     tls: ServerTls | None = None
     otlp_endpoint: str | None = None
@@ -162,15 +164,16 @@ class Node:
         self._raylet: int | None = None  # pidfd
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT; then drains.
+        """Until SIGTERM or SIGINT, or the drain file is there; then drains.
 
         Raises:
             TailpackError: they cannot be started. Unavailable: Ray cannot be reached, has ended, or has given a worker
                 up.
         """
         config = self.config
-        if config.drained_file is not None:
-            config.drained_file.unlink(missing_ok=True)
+        for file in (config.drain_file, config.drained_file):
+            if file is not None:
+                file.unlink(missing_ok=True)
         config.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         stop = asyncio.Event()
         try:
@@ -245,7 +248,7 @@ class Node:
         )
 
     async def _watch(self, stop: asyncio.Event) -> None:
-        while not stop.is_set():
+        while not stop.is_set() and not self._is_asked_to_drain():
             ready = all(await asyncio.gather(*(self._is_ready(handle) for handle in self._handles)))
             self._pass_logs_on()
             if self._raylet is not None and has_ended(self._raylet):
@@ -261,6 +264,9 @@ class Node:
             self.ready = ready
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK_S)
+
+    def _is_asked_to_drain(self) -> bool:
+        return self.config.drain_file is not None and self.config.drain_file.exists()
 
     async def _is_ready(self, handle: Any) -> bool:
         """Raises Unavailable: Ray does not restart it any more, as when its node was lost."""

@@ -78,12 +78,12 @@ containers:
       {{- end }}
     {{- include "tailpack.tcpProbes" "node-manager" | nindent 4 }}
     lifecycle:
-      preStop: # Ray, and with it the workers, must not end before these have drained
+      preStop: # Ray, and with it the workers, must not end before these have drained; they may not have been told yet
         exec:
           command:
             - /bin/sh
             - -c
-            - n=0; until [ -e /run/tailpack/drained ] || [ $n -ge {{ add (int $root.Values.longestStreamSeconds) 30 }} ]; do sleep 1; n=$((n + 1)); done
+            - touch /run/tailpack/drain; n=0; until [ -e /run/tailpack/drained ] || [ $n -ge {{ add (int $root.Values.longestStreamSeconds) 30 }} ]; do sleep 1; n=$((n + 1)); done
     resources:
       {{- $resources := deepCopy $group.resources }}
       {{- if $onGpu }}
@@ -110,6 +110,7 @@ containers:
       - --metrics=0.0.0.0:{{ $p.workerMetrics }}
       - --health=0.0.0.0:{{ $p.workersHealth }}
       - --log-dir=/run/tailpack/logs
+      - --drain-file=/run/tailpack/drain
       - --drained-file=/run/tailpack/drained
       - --node-name=$(POD_NAME)
       - --device={{ ternary "cuda" "cpu" $onGpu }}

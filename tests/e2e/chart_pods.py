@@ -46,6 +46,8 @@ class ChartCluster:
         self._templates: dict[str, Object] = {}
         self.restarts: Counter[str] = Counter()
         """Of containers that ended by themselves, by pod/container."""
+        self._syncing: set[str] = set()
+        """Pods with which ``replace`` is busy: kubelet does one thing with a pod at a time."""
         self._ending = threading.Event()
         self._kubelet = threading.Thread(target=self._watch, daemon=True)
 
@@ -140,6 +142,21 @@ class ChartCluster:
         pod.kill()
         return statuses
 
+    def replace(self, name: str, *containers: str) -> None:
+        """What kubelet does when images of a running pod's containers change: ends them one after the other, hooks
+        first, each with the pod's grace, and then starts them again.
+        """
+        pod, spec = self.pods[name], self._templates[name]["spec"]
+        told = {each["name"]: each for each in spec["containers"]}
+        old = [pod.containers[each] for each in containers]
+        self._syncing.add(name)
+        for container in old:
+            deadline = time.monotonic() + spec["terminationGracePeriodSeconds"]
+            self._end(container, told[container.spec.name], deadline)
+        for container in old:
+            pod.run(container.spec)
+        self._syncing.remove(name)
+
     def _end(self, container: Container, told: Object, deadline: float) -> None:
         hook = told.get("lifecycle", {}).get("preStop", {})
         left = max(0.1, deadline - time.monotonic())
@@ -164,7 +181,8 @@ class ChartCluster:
             for name, pod in list(self.pods.items()):
                 policy = self._templates[name]["spec"].get("restartPolicy", "Always")
                 for container in list(pod.containers.values()):
-                    if policy == "Always" and container.status is not None and name in self.pods:
+                    settled = name in self.pods and name not in self._syncing
+                    if policy == "Always" and container.status is not None and settled:
                         container.kill()
                         self.restarts[f"{name}/{container.spec.name}"] += 1
                         pod.run(container.spec)

@@ -327,7 +327,7 @@ def test_the_cache_outlives_the_worker_and_ray_but_not_the_pod(deployment: Deplo
     killed = pod.containers["kvstore"].exec(["python", "-c", KILL_WORKER])
     assert killed.returncode == 0, killed.stderr
     wait_for("the worker's end is seen", lambda: not cluster.ready(pod), 30, 0.1)
-    cluster.await_ready(pod)
+    cluster.await_ready(pod, *deployment.routers)
     cached, again = cached_of(deployment, prompt)
     assert cached >= 128 and again == answer
 
@@ -335,7 +335,7 @@ def test_the_cache_outlives_the_worker_and_ray_but_not_the_pod(deployment: Deplo
     assert ray is not None
     ray.kill()
     wait_for("Ray's end is seen", lambda: not cluster.ready(pod), 60, 0.1)
-    cluster.await_ready(pod)
+    cluster.await_ready(pod, *deployment.routers)
     cached, again = cached_of(deployment, prompt)
     assert cached >= 128 and again == answer
     assert cluster.restarts[f"{pod.name}/ray-worker"] and not cluster.restarts[f"{pod.name}/kvstore"]
@@ -345,7 +345,28 @@ def test_the_cache_outlives_the_worker_and_ray_but_not_the_pod(deployment: Deplo
     cluster.await_ready(new)
     cluster.delete(pod.name)
     deployment.workers[:] = [new]
+    cluster.await_ready(*deployment.routers)
     assert cached_of(deployment, prompt) == (0, answer)
+
+
+@pytest.mark.parametrize("order", [("ray-worker", "workers"), ("workers", "ray-worker")])
+def test_new_images_in_place_drain_the_workers_and_keep_the_cache(
+    deployment: Deployment, order: tuple[str, str]
+) -> None:
+    """Kubelet says nothing of the order in which it ends a running pod's containers for their new images."""
+    cluster = deployment.cluster
+    pod = deployment.workers[0]
+    prompt = f"What is kept when {order[0]} comes before {order[1]}. " * 10
+    first, answer = cached_of(deployment, prompt)
+    caller = deployment.caller(f"caller-{order[0]}", streams=4, max_tokens=600, turns=2)
+    caller.await_events("began", 4)
+    log = pod.containers["workers"].log
+    cluster.replace(pod.name, *order)
+    assert '"drained"' in pod.containers["workers"].log[len(log) :]
+    cluster.await_ready(pod, *deployment.routers)
+    assert len(caller.finish()) == 8  # those that ran then, and those that came meanwhile
+    cached, again = cached_of(deployment, prompt)
+    assert first == 0 and cached >= 128 and again == answer
 
 
 def test_a_lost_head_ends_workers_when_the_next_one_comes_and_they_come_back(deployment: Deployment) -> None:
@@ -360,7 +381,7 @@ def test_a_lost_head_ends_workers_when_the_next_one_comes_and_they_come_back(dep
     ended = cluster.restarts[f"{pod.name}/ray-worker"]
     wait_for("Ray's end", lambda: cluster.restarts[f"{pod.name}/ray-worker"] > ended, 120, 0.2)
     wait_for("its end is seen", lambda: not cluster.ready(pod), 30, 0.1)
-    cluster.await_ready(deployment.head, pod)
+    cluster.await_ready(deployment.head, pod, *deployment.routers)
     cached, again = cached_of(deployment, prompt)
     assert cached >= 128 and again == answer
 

@@ -538,7 +538,8 @@ def test_grace_is_longer_than_the_longest_answer(case: str) -> None:
                 bound_s = int(re.search(r"-ge (\d+)", script)[1])  # type: ignore[index]
                 drain_s = float(argument(containers(pod)["workers"], "--drain-s"))
                 assert drain_s + 10 < bound_s < pod["spec"]["terminationGracePeriodSeconds"]
-                assert argument(containers(pod)["workers"], "--drained-file") in script
+                assert f"touch {argument(containers(pod)['workers'], '--drain-file')}; " in script
+                assert f"-e {argument(containers(pod)['workers'], '--drained-file')} " in script
             if "livenessProbe" in each:
                 assert each["livenessProbe"]["terminationGracePeriodSeconds"] <= 60  # what hangs does not drain
 

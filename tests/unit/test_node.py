@@ -6,6 +6,7 @@ What Ray does is run for real in tests/e2e/test_chart_executed.py.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import os
 import subprocess
@@ -126,6 +127,15 @@ def test_the_end_of_who_listens_at_a_socket_is_seen(tmp_path: Path) -> None:
         os.close(pidfd)
     with pytest.raises(OSError):
         node.server_pidfd(path)
+
+
+async def test_a_file_asks_for_a_drain(tmp_path: Path) -> None:
+    driver = node.Node(dataclasses.replace(config(tmp_path), drain_file=tmp_path / "drain"))
+    watched = asyncio.create_task(driver._watch(asyncio.Event()))
+    await asyncio.sleep(0)
+    assert not watched.done()
+    (tmp_path / "drain").touch()
+    await asyncio.wait_for(watched, 20)
 
 
 async def test_workers_are_given_up_when_this_nodes_ray_has_ended(tmp_path: Path) -> None:
