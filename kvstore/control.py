@@ -12,13 +12,13 @@ One memfd of fixed layout, little-endian, mapped by the store and the worker (en
     journal                                see ``journal``                  store
 
 Sections start at multiples of 4096. The words that the worker writes, ``logged``, ``committed``, ``packed`` and
-``filling``, stand on a cache line of their own; the store sets them at Open (prompt length, 0, 0, 0), at Truncate (it
+``saved``, stand on a cache line of their own; the store sets them at Open (prompt length, 0, 0, 0), at Truncate (it
 lowers them, while the worker waits for the answer) and at Release. Word writes are aligned 8-byte stores.
 
 Order of writes, so that what a reader finds after a crash is never ahead of the rows:
   worker: rows, ``packed`` where reserved pages were written, token log, ``logged``; ``committed`` after the rows it
-  covers. A token is logged before it is sent. ``filling`` is set before ``committed`` where rows of the tail are to be
-  overwritten after it, and zeroed when that is done.
+  covers. A token is logged before it is sent. Where rows of a tail are overwritten that the committed length needs, a
+  copy of the tail is made before, and ``saved`` says where, until the new length is committed.
   store: what one call changes goes through the journal, so it is there whole or not at all. Open fills the rest of a
   free slot before.
 """
@@ -124,7 +124,6 @@ class ControlBlock:
         self._bases = self.sequence_groups["base"]
         self._committed = self.slots["committed"]
         self._packed = self.slots["packed"]
-        self._filling = self.slots["filling"]
         self._saved = self.slots["saved"]
 
     @classmethod
@@ -227,13 +226,6 @@ class ControlBlock:
         """
         self._packed[slot] = num_tokens
 
-    def mark_filling(self, slot: int, num_tokens: int) -> None:
-        """Set before the ``commit`` of ``num_tokens`` tokens of which some rows go into the tail only after it, because
-        they overwrite rows that the committed length before needed; 0 once they are there. A worker that dies between
-        commit and that leaves a void tail.
-        """
-        self._filling[slot] = num_tokens
-
     def mark_saved(self, slot: int, num_tokens: int, in_slot: int) -> None:
         """Set while rows of the tail are overwritten that the committed length needs and ``num_tokens``, which is
         committed next, does not: the tails of ``in_slot``, which nobody has, are what this slot's were.
@@ -257,10 +249,6 @@ class ControlBlock:
     def packed(self, slot: int) -> int:
         """See ``mark_packed``."""
         return int(self._packed[slot])
-
-    def is_filling(self, slot: int) -> bool:
-        """Whether the committed length is one whose tail was not filled yet: see ``mark_filling``."""
-        return 0 < int(self._filling[slot]) <= int(self._committed[slot])
 
     def saved_in(self, slot: int) -> int | None:
         """Where the tails of a slot are that its worker did not come to commit: see ``mark_saved``. None: in place."""
@@ -293,6 +281,9 @@ class ControlBlock:
 
     def live_slots(self) -> list[int]:
         return [int(slot) for slot in np.flatnonzero(self.slots["state"] == SLOT_LIVE)]
+
+    def free_slots(self) -> set[int]:
+        return {int(slot) for slot in np.flatnonzero(self.slots["state"] == SLOT_FREE)}
 
     def request_id(self, slot: int) -> str:
         return self._text(slot, "request_id").decode()
@@ -364,14 +355,14 @@ class ControlBlock:
         self.page_ids[slot] = NO_PAGE_ID
         for name, value in (("request_id", request_id), ("salt", salt), ("frozen", frozen)):
             entry[f"{name}_bytes"] = _put(entry[name], value)
-        self._committed[slot] = self._packed[slot] = self._filling[slot] = self._saved[slot] = 0
+        self._committed[slot] = self._packed[slot] = self._saved[slot] = 0
         self._token_log[slot, : len(prompt)] = np.fromiter(prompt, dtype=np.uint32, count=len(prompt))
         self._logged[slot] = len(prompt)
         self._write_word(slot, "state", SLOT_LIVE)
 
     def close_slot(self, slot: int) -> None:
         self._write_word(slot, "state", SLOT_FREE)
-        for name in ("logged", "committed", "packed", "filling", "saved"):
+        for name in ("logged", "committed", "packed", "saved"):
             self._write_word(slot, name, 0)
         for group in self.group_names:
             self.journal.write(self._group_at(slot, group), bytes(SEQUENCE_GROUP_DTYPE.itemsize))
@@ -392,7 +383,6 @@ class ControlBlock:
         self._write_word(slot, "committed", kept)
         self._write_word(slot, "logged", min(self.logged(slot), num_tokens))
         self.forget_packed(slot)
-        self._write_word(slot, "filling", 0)
         self._write_word(slot, "saved", 0)
 
     def write_group(self, slot: int, group: str, record: GroupRecord) -> None:

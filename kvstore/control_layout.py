@@ -65,9 +65,8 @@ SLOT_DTYPE = np.dtype(
         ("logged", "<u8"),  # W: tokens in the token log
         ("committed", "<u8"),  # W: tokens whose rows are written
         ("packed", "<u8"),  # W: reserved pages of tokens below are written, in every packed group
-        ("filling", "<u8"),  # W: a length whose tail is filled only behind its commit; 0: none
         ("saved", "<u8"),  # W: a length << 32 | a slot + 1: its tails are this one's before that length is committed
-        ("worker_reserved", "u1", 24),
+        ("worker_reserved", "u1", 32),
         ("state", "<u4"),  # SLOT_FREE, SLOT_LIVE
         ("max_tokens", "<u4"),
         ("epoch", "<u8"),  # of the attachment that opened it

@@ -296,8 +296,9 @@ class Device:
         """
         slots = self.table.slots
         words = {slot: last_words(self.control, slot) for slot in slots}
+        free = self.control.free_slots()
         for slot in slots:
-            demand_possible(slot, words[slot], self.spec.max_sequence_tokens)
+            demand_possible(slot, words[slot], self.spec.max_sequence_tokens, free)
         self._copies_asked.clear()
         self.control.epoch = epoch
         adopted = []

@@ -123,7 +123,7 @@ def _sequence(
     except UnicodeDecodeError as malformed:
         raise bad_block(f"a text of slot {slot}", str(malformed), "UTF-8") from malformed
     words = last_words(control, slot)
-    demand_possible(slot, words, most)
+    demand_possible(slot, words, most, control.free_slots())
     max_tokens, inexact_from = int(entry["max_tokens"]), int(entry["inexact_from"])
     _demand(slot, "max_tokens", max_tokens, 1, most)
     _demand(slot, "num_prompt_tokens", control.num_prompt_tokens(slot), 1, most)

@@ -277,8 +277,8 @@ class Worker:
         """The worker dies in a step of these tokens; without any, in a prefill chunk of what has no rows yet.
 
         Args:
-            after: what it had done last: "reserve", "rows", "packed", "log", "commit"; "filling": in a chunk whose rows
-                go over others of the tail once they are committed.
+            after: what it had done last: "reserve", "rows", "packed", "log", "commit"; "saved": in a chunk whose rows
+                go over others of the tail, which it saved before.
         """
         for each in self.expected:
             self._log(each)
@@ -291,23 +291,38 @@ class Worker:
             for page in new:
                 self.sealed.pop((name, page.page_id), None)  # completed in place
         if after != "reserve":
-            self._rows_of_step(slot, first, handed, prefill=prefill, filling=after == "filling")
-        if after in ("packed", "log", "commit", "filling"):
+            if after == "saved":
+                self._save(slot, end)
+            self._rows_of_step(slot, first, handed, prefill=prefill)
+        if after in ("packed", "log", "commit"):
             control.mark_packed(slot, end)
-        if after in ("log", "commit", "filling"):
+        if after in ("log", "commit"):
             control.append_tokens(slot, e.tokens[control.logged(slot) :])
         else:
             del e.tokens[known:], e.contents[known:]
-        if after in ("commit", "filling"):
-            control.mark_filling(slot, after == "filling")
+        if after == "commit":
             control.commit(slot, end)
             e.num_rows = end
         del e.pure[e.num_rows :]
         return self.worker_dies()
 
-    def _rows_of_step(
-        self, slot: int, first: int, handed: dict[str, list[NewPage]], *, prefill: bool, filling: bool
-    ) -> None:
+    def _save(self, slot: int, end: int) -> None:
+        spare = min(self.device.control.free_slots())
+        for group in self.geometry.groups:
+            if (group.name, slot) in self.tails:
+                self.tails[group.name, spare] = dict(self.tails[group.name, slot])
+        self.device.control.mark_saved(slot, end, spare)
+
+    def recover(self, slot: int) -> None:
+        """Brings back what was saved."""
+        spare = self.device.control.saved_in(slot)
+        if spare is not None:
+            for group in self.geometry.groups:
+                if (group.name, spare) in self.tails:
+                    self.tails[group.name, slot] = self.tails.pop((group.name, spare))
+            self.device.control.clear_saved(slot)
+
+    def _rows_of_step(self, slot: int, first: int, handed: dict[str, list[NewPage]], *, prefill: bool) -> None:
         e = self.expected[slot]
         end = len(e.tokens)
         self._compute(slot, first, end)
@@ -321,7 +336,7 @@ class Worker:
             for new in handed.get(group.name, []) if group.packed else ():
                 self._pack(slot, group, new, workspace if prefill else {})
         for group in self.geometry.groups:
-            if prefill and group.has_tail and not filling:
+            if prefill and group.has_tail:
                 state = self.table.sequence(slot).groups[group.name]
                 base = state.sealed_base(end, 1)  # rows below are in pages, and nowhere else
                 for t in range(first, end):
@@ -409,6 +424,7 @@ class Worker:
                 for new in handed.get(group.name, []):
                     self._pack(slot, group, new, workspace)
         first = {name: state.num_sealed for name, state in groups.items()}
+        self.device.control.mark_packed(slot, end)
         self._log(slot)
         self.device.seal([(slot, end, step)])
         for name, state in groups.items():
