@@ -15,9 +15,12 @@ Victims = Sequence[tuple[tuple[str, ...], int]]
 
 @dataclass(frozen=True)
 class Blow:
-    """``after_s`` behind the last one, a signal for each victim. SIGSTOP is followed by SIGCONT ``stop_s`` later."""
+    """``after_s`` behind the last one, or behind all being up again, a signal for each victim. SIGSTOP is followed by
+    SIGCONT ``stop_s`` later.
+    """
 
     after_s: float
+    all_up: bool
     victims: tuple[str, ...]
     signum: int
     stop_s: float = 0.0
@@ -27,19 +30,25 @@ class Blow:
         return f"{signal.Signals(self.signum).name} {' and '.join(self.victims)}{stop}"
 
 
-def plan(seed: int, victims: Victims, *, pause_s: float) -> Iterator[Blow]:
+def plan(seed: int, victims: Victims, *, pause_s: float, routers: bool = False) -> Iterator[Blow]:
     """Blows without end: mostly kills, a third of them before what was hit before is back.
 
     Args:
-        pause_s: about as long as a process takes to come back.
+        pause_s: about as long as a process takes to come back, on a machine with nothing else to do.
+        routers: are hit as well. Then nothing is left of an answer whose worker is told to end, or dies before another
+            store has its memory; so workers are not told to end, and around a store's death all must be up.
     """
     rng = random.Random(f"plan {seed}")
+    store_was_hit = False
     while True:
         (names,) = rng.choices([names for names, _ in victims], [weight for _, weight in victims])
         (signum,) = rng.choices([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], [80, 10, 10])
+        if routers and signum == signal.SIGTERM and any(name.startswith("worker") for name in names):
+            signum = signal.SIGKILL
         stop_s = rng.choice([0.02, 0.1, 0.4, 1.6]) if signum == signal.SIGSTOP else 0.0
-        after_s = pause_s * (rng.uniform(0.0, 0.5) if rng.random() < 0.3 else rng.uniform(0.5, 2.5))
-        yield Blow(after_s, names, signum, stop_s)
+        all_up = rng.random() < 0.65 or (routers and (store_was_hit or "kvstore" in names))
+        store_was_hit = "kvstore" in names
+        yield Blow(rng.uniform(0.0, 1.3 * pause_s), all_up, names, signum, stop_s)
 
 
 @dataclass

@@ -10,15 +10,17 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from kvstore import client
 from protos import kvstore_pb2, worker_pb2, worker_pb2_grpc
+from protos.errors import TailpackError
 from protos.rpc import sync_channel
 from tests.chaos.dying_worker import Death
 from tests.chaos.zygote import Forked, Zygote
@@ -93,7 +95,7 @@ class Node:
             arguments = ["worker", "serve", "--model", str(self.setting.model), "--kv-socket", str(self.kv_socket)]
             arguments += ["--listen", address, "--worker-id", f"worker-{index}", "--device", f"cpu:{index}"]
             arguments += ["--deterministic", "--threads", "1", "--drain-s", "0.2", "--log-json"]
-            arguments += ["--otlp-endpoint", "none", *self.setting.options]
+            arguments += ["--otlp-endpoint", "none", "--adopt-grace-s", "5", *self.setting.options]
             self.workers.append(Server(f"worker-{index}", arguments, self.folder))
             self.addresses.append(address)
         self.routers: list[Server] = []
@@ -148,6 +150,7 @@ class Node:
             server.process = self.zygote.fork(server.arguments, log=server.log, out=server.out, death=death)
             await _ended(server.process)
             status = server.process.reap()
+            self.note(f"{server.name} ended with {status}")
             how = signal.Signals(-status).name if status < 0 else f"exit {status}"
             server.ends[how] += 1
             if death is not None and status == KILLED and not server.signalled:
@@ -159,7 +162,8 @@ class Node:
         """An end is explained by a signal of ours, by a death that was asked for, by the store that ends a suspect
         (SIGKILL), or, of a worker, by the end of its store.
         """
-        explained = server.signalled or death is not None or (server in self.workers and status in (KILLED, 1))
+        explained = server.signalled or (death is not None and status == KILLED)
+        explained |= server in self.workers and status in (KILLED, 1)
         if not explained:
             self.faults.append(f"{server.name} {NOT_OURS}: status {status}; {last_lines(server.log)}")
 
@@ -167,6 +171,18 @@ class Node:
         """Waits until they are."""
         for server in servers or self.servers:
             await _until(lambda s=server: s.is_ready, f"{server.name} is not ready", lambda s=server: last_lines(s.log))  # type: ignore[misc]
+
+    async def all_up(self) -> None:
+        """Waits until all are ready, and the store has every worker."""
+        await self.ready()
+        await _until(self._all_attached, "a worker is not attached")
+
+    def _all_attached(self) -> bool:
+        try:
+            devices = self.kv_stats().devices
+        except TailpackError:
+            return False
+        return sum(bool(device.worker_id) for device in devices) == len(self.workers)
 
     def send(self, server: Server, signum: int) -> bool:
         """Whether it was alive."""
@@ -176,6 +192,12 @@ class Node:
             server.signalled = True
         server.process.send(signum)
         return True
+
+    def note(self, what: str) -> None:
+        """Into the node's own log, with the time that its servers' logs have."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        with (self.folder / "chaos.log").open("a") as log:
+            log.write(json.dumps({"timestamp": now, "level": "info", "component": "chaos", "event": what}) + "\n")
 
     # --- what is there ---
 
@@ -192,10 +214,13 @@ class Node:
         Raises:
             AssertionError: with what is left.
         """
-        await self.ready()
+        await self.all_up()
         await _until(lambda: not self._left(), "something is left", lambda: "; ".join(self._left()))
         problems = client.verify(self.kv_socket)
         assert not problems, problems
+        for server in self.servers:
+            loud = [record for record in records(server.log) if record["level"] in ("error", "critical")]
+            assert not loud, f"{server.name}: {json.dumps(loud[:3])}"
 
     def _left(self) -> list[str]:
         left = []
@@ -264,6 +289,12 @@ def records(log: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             found.append(record)
     return found
+
+
+def has_ended(logs: Iterable[Path], request_id: str) -> bool:
+    """Whether one of these workers' logs says that a sequence is finished."""
+    told = [record for log in logs for record in records(log) if record.get("event") == "sequence"]
+    return any(record["request_id"] == request_id and record["outcome"] == "finished" for record in told)
 
 
 def last_lines(log: Path, count: int = 12) -> str:

@@ -31,7 +31,7 @@ PROCESS_BLOWS, CLUSTER_BLOWS = 60, 20  # of a round
 
 @dataclass(frozen=True)
 class Round:
-    """``kind``: of settings.KINDS, perhaps with "*N" workers; or "cluster"."""
+    """``kind``: of settings.KINDS, perhaps with "*N" workers and "+N" routers; or "cluster"."""
 
     kind: str
     seed: int
@@ -66,8 +66,17 @@ async def play(zygote: Zygote, wanted: Round, folder: Path) -> Report:
     """Raises AssertionError, as process_chaos.run and cluster_chaos.run do."""
     if wanted.kind == CLUSTER:
         return await cluster_chaos.run(wanted.seed, wanted.blows, folder)
-    kind, _, workers = wanted.kind.partition("*")
-    return await process_chaos.run(zygote, kind, wanted.seed, wanted.blows, folder, num_workers=int(workers or 1))
+    numbers, _, routers = wanted.kind.partition("+")
+    kind, _, workers = numbers.partition("*")
+    return await process_chaos.run(
+        zygote,
+        kind,
+        wanted.seed,
+        wanted.blows,
+        folder,
+        num_workers=int(workers or 1),
+        num_routers=int(routers or 0),
+    )
 
 
 def _record(wanted: Round, report: Report | None, failure: str | None, common: dict[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ KINDS = {
     "dense": Kind(tiny, ("--arena-bytes", "16M"), 600, (1, 7, 60, 127, 128, 129, 300), most_tokens=160),
     # Too little for all: who outgrows its promise becomes a fork of itself, and the youngest is dropped.
     "recompute": Kind(
-        tiny, ("--arena-bytes", "1M", "--admission", "recompute"), 600, (1, 30, 129, 200), most_tokens=400
+        tiny, ("--arena-bytes", "768K", "--admission", "recompute"), 600, (1, 30, 129, 200), most_tokens=480
     ),
     "turboquant": Kind(
         wide, ("--arena-bytes", "32M", "--kv-mode", "turboquant"), 600, (1, 130, 200, 262, 400), most_tokens=160

@@ -58,7 +58,7 @@ def asks(rng: random.Random, count: int, *, vocab_size: int, prompts: Sequence[i
     for number in range(count):
         prompt = tuple(rng.randrange(3, vocab_size) for _ in range(prompts[number % len(prompts)]))
         seed = rng.getrandbits(60) if number % 4 == 3 else None
-        made.append(Ask(prompt, rng.randint(most_tokens // 4, most_tokens), seed))
+        made.append(Ask(prompt, rng.randint(most_tokens // 2, most_tokens), seed))
     return made
 
 
@@ -68,6 +68,7 @@ class Whole:
 
     token_ids: tuple[int, ...]
     reason: int
+    text: str  # of a router's; else empty
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Stream:
     ask: Ask
     expected: Whole | None
     got: list[int] = field(default_factory=list)
+    text: str = ""
     reason: int = 0
     cancelled: bool = False
     joins: int = 0  # submissions after the first
@@ -92,6 +94,7 @@ class Stream:
             f"{what}: offset {output.token_offset} where {len(self.got)} tokens are here"
         )
         self.got += output.token_ids
+        self.text += getattr(output, "text", "")
         if self.expected is not None:
             wanted = self.expected.token_ids[: len(self.got)]
             if tuple(self.got) != wanted:
@@ -106,13 +109,10 @@ class Stream:
             if self.reason != ABORTED or not self.cancelled:
                 assert output.usage.output_tokens == len(self.got), f"{what}: usage {output.usage.output_tokens}"
                 if self.expected is not None:
-                    assert self.whole() == self.expected, (
-                        f"{what}: ended by {self.reason} after {len(self.got)} tokens, undisturbed "
-                        f"{self.expected.reason} after {len(self.expected.token_ids)}"
-                    )
+                    assert self.whole() == self.expected, f"{what}: {self.whole()}, undisturbed {self.expected}"
 
     def whole(self) -> Whole:
-        return Whole(tuple(self.got), self.reason)
+        return Whole(tuple(self.got), self.reason, self.text)
 
 
 class Caller:
@@ -165,7 +165,9 @@ class Caller:
                 async with rpc.channel(self._address) as channel:
                     await self._session(worker_pb2_grpc.WorkerStub(channel))
             except grpc.RpcError as lost:
-                self.counts[f"session: {rpc.error_from(lost).reason}"] += 1
+                error = rpc.error_from(lost)
+                self.counts[f"session: {error.reason}"] += 1
+                assert _again(error) or not rpc.is_ours(lost), f"a session failed: {error!r}"
             except _SessionEnded:
                 self.counts["session: ended"] += 1
             if self.live or not self._finishing:
@@ -226,6 +228,8 @@ class Caller:
             del self.live[stream.request_id]
             self.ended.append(stream)
             self.counts["ended"] += 1
+        elif output.more:
+            await call.write(worker_pb2.RouterMessage(more=worker_pb2.More(subscription_id=stream.request_id)))
         elif not stream.cancelled and self._cancel(stream):
             stream.cancelled = True
             self.counts["cancelled"] += 1

@@ -83,6 +83,37 @@ STORE_DEATHS = [
     ("sealed, not answered, v4", "v4", "after:kvstore.device:Device.seal:2"),
 ]
 
+# Of the worker's first two lives: the second dies while it adopts what the first has left.
+MID_DECODE = f"after:{HELD}:SequenceKv.keep_rows:30"
+ADOPTING = [
+    ("attached", "dense", "after:worker.shell:_attach:1"),
+    ("before it adopts", "dense", f"before:{ENGINE}:Engine.adopt:1"),
+    ("half adopted", "turboquant", f"after:{HELD}:SequenceKv._finish_step:2"),
+    ("adopted, not served", "dense", f"after:{ENGINE}:Engine.adopt:1"),
+    ("served, first step", "dense", f"after:{HELD}:SequenceKv.keep_rows:1"),
+    ("served, first commit", "turboquant", f"after:{ENGINE}:Engine._commit:1"),
+    ("joined", "dense", "after:worker.resumable:Answers.join:1"),
+    ("before it adopts, v4", "v4", f"before:{ENGINE}:Engine.adopt:1"),
+    ("first step, v4", "v4", f"after:{HELD}:SequenceKv.keep_rows:1"),
+    ("forked twice", "recompute", f"after:{CLIENT}:Attachment.fork:1"),
+]
+
+# Of the store's first two lives: the second dies while it takes the memory over.
+TAKING_OVER = [
+    ("rebuilt, not verified", "dense", "before:kvstore.device:Device.verify_rebuilt:1"),
+    ("taken over, not adopted", "dense", "after:kvstore.attachments:Attachments._take_over:1"),
+    ("adopted, not answered", "turboquant", "after:kvstore.device:Device.adopt:1"),
+    ("its first page", "dense", "after:kvstore.device:Device.reserve:1"),
+    ("adopted, not answered, v4", "v4", "after:kvstore.device:Device.adopt:1"),
+]
+
+# A worker that stands still there, and must be ended by the store, not by us.
+STANDSTILLS = [
+    ("between rows and log", "dense", f"after:{HELD}:SequenceKv.keep_rows:30:stop"),
+    ("mid-seal", "turboquant", f"after:{CLIENT}:Attachment.seal:3:stop"),
+    ("between commit and send", "v4", f"after:{ENGINE}:Engine._commit:20:stop"),
+]
+
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
@@ -137,6 +168,12 @@ def scenes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return scenes
 
 
+def check_nothing_lost(caller: Caller) -> None:
+    """Of sequences whose store lives: they were adopted, and no committed token was computed again."""
+    assert sum(load.sequences_adopted for load in caller.loads) > 0
+    assert sum(load.tokens_recomputed_after_adoption for load in caller.loads) == 0
+
+
 @pytest.mark.parametrize(("kind", "death"), [case[1:] for case in DEATHS], ids=[case[0] for case in DEATHS])
 async def test_a_worker_s_death(scenes: dict[str, Scene], kind: str, death: str) -> None:
     scene = scenes[kind]
@@ -146,6 +183,48 @@ async def test_a_worker_s_death(scenes: dict[str, Scene], kind: str, death: str)
         caller = scene.caller(node)
         await scene.all_end(caller)
         assert len(node.workers[0].died) == 1, "it never came there"
+        check_nothing_lost(caller)
+        await scene.check_end(node)
+
+
+@pytest.mark.parametrize(("kind", "death"), [case[1:] for case in ADOPTING], ids=[case[0] for case in ADOPTING])
+async def test_a_worker_s_death_while_it_adopts(scenes: dict[str, Scene], kind: str, death: str) -> None:
+    scene = scenes[kind]
+    node = Node(scene.zygote, scene.setting)
+    node.workers[0].deaths = [Death.parse(death if "fork" in death else MID_DECODE), Death.parse(death)]
+    async with node:
+        caller = scene.caller(node)
+        await scene.all_end(caller)
+        assert len(node.workers[0].died) == 2, "it never came there"
+        check_nothing_lost(caller)
+        await scene.check_end(node)
+
+
+@pytest.mark.parametrize(("kind", "death"), [case[1:] for case in STANDSTILLS], ids=[case[0] for case in STANDSTILLS])
+async def test_a_worker_that_stands_still_is_ended_by_its_store(
+    scenes: dict[str, Scene], kind: str, death: str
+) -> None:
+    scene = scenes[kind]
+    node = Node(scene.zygote, scene.setting)
+    node.workers[0].deaths = [Death.parse(death)]
+    async with node:
+        caller = scene.caller(node)
+        await scene.all_end(caller)
+        assert len(node.workers[0].died) == 1, "it never came there"
+        check_nothing_lost(caller)
+        await scene.check_end(node)
+
+
+@pytest.mark.parametrize(("kind", "death"), [case[1:] for case in TAKING_OVER], ids=[case[0] for case in TAKING_OVER])
+async def test_a_store_s_death_while_it_takes_over(scenes: dict[str, Scene], kind: str, death: str) -> None:
+    scene = scenes[kind]
+    node = Node(scene.zygote, scene.setting)
+    node.store.deaths = [Death.parse("after:kvstore.device:Device.seal:3"), Death.parse(death)]
+    async with node:
+        caller = scene.caller(node)
+        await scene.all_end(caller)
+        assert len(node.store.died) == 2, "it never came there"
+        assert not node.workers[0].ends, "the worker did not outlive its store"
         await scene.check_end(node)
 
 
@@ -163,6 +242,8 @@ async def test_a_store_s_death(scenes: dict[str, Scene], kind: str, death: str) 
         caller = scene.caller(node)
         await scene.all_end(caller)
         assert len(node.store.died) == 1, "it never came there"
+        if "truncate" not in death:  # a truncate whose answer is lost ends its worker
+            assert not node.workers[0].ends, "the worker did not outlive its store"
         await scene.check_end(node)
 
 
