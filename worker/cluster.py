@@ -1,11 +1,13 @@
 """A cluster on this machine: kvstore, Ray, workers and router, and their orderly end.
 
-Started in this order; stopped as router (running answers may end), workers, Ray, kvstore.
+Started in this order; stopped as router (running answers may end), workers, Ray, kvstore. A worker that dies is started
+again by Ray; kvstore and router by ``check``, at the addresses that they had.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -33,6 +35,8 @@ START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0  # weights of gigabytes from a cold disk
 ANSWER_TIMEOUT_S = 2.0
 MAX_FAILED_STARTS = 5  # in a row, of a worker that Ray restarts; then the cluster gives up
+MAX_DEATHS = 5  # of the kvstore or the router, each within ...
+DEATHS_S = 60.0  # ... so long; then the cluster gives up
 
 
 class Interrupted(BaseException):
@@ -55,6 +59,9 @@ class Cluster:
         self.kv_socket = self.folder / "kvstore.sock"
         self._kvstore: Child | None = None
         self._router: Child | None = None
+        self._kvstore_arguments: list[str] = []
+        self._router_arguments: list[str] = []
+        self._deaths: dict[str, list[float]] = {}  # by child: when it was started again
         self._ray_started = False
         self._ray_processes: _Watched | None = None
         self._metrics: list[str | None] = []  # URLs
@@ -99,19 +106,39 @@ class Cluster:
             },
         }
 
-    def check(self) -> None:
-        """Looks after everything once. Reports workers that Ray restarted.
+    def check(self) -> bool:
+        """Looks after everything once. Starts a kvstore or a router again that has ended, and reports workers that Ray
+        restarted. Whether ``describe`` says something else now.
 
         Raises:
-            ChildDied: the kvstore, the router or Ray has ended, or a worker does not come back.
+            ChildDied: the kvstore or the router ends again and again (or once, with ``no_restart``), Ray has ended, or
+                a worker does not come back.
         """
-        for child in (self._kvstore, self._router):
-            if child is not None and not child.running:
-                raise child.died()
+        changed = False
+        if self._kvstore is not None and not self._kvstore.running:
+            self._kvstore = self._again(self._kvstore, self._kvstore_arguments)
+            changed = True
+        if self._router is not None and not self._router.running:
+            self._router = self._again(self._router, self._router_arguments)
+            changed = True
         if self._ray_processes is not None and (dead := self._ray_processes.dead()):
             raise ChildDied(f"{dead} of Ray ended", hint=f"its logs: {self._ray_folder}/session_latest/logs")
         for worker in self._workers:
-            worker.look(self.console)
+            changed |= worker.look(self.console)
+        return changed
+
+    def _again(self, dead: Child, arguments: list[str]) -> Child:
+        """A child in place of one that has ended. Raises ChildDied: it is not to be, or it was tried often enough."""
+        why, now = dead.died(), time.monotonic()
+        deaths = self._deaths[dead.name] = [at for at in self._deaths.get(dead.name, []) if now - at < DEATHS_S]
+        if self.config.no_restart or len(deaths) >= MAX_DEATHS:
+            raise why
+        deaths.append(now)
+        dead.stop(0.0)
+        child = Child(dead.name, arguments, dead.log_file)
+        child.wait_ready(START_TIMEOUT_S)
+        self.console.print(f"{why.message}; it was started again", markup=False, highlight=False, soft_wrap=True)
+        return child
 
     # --- up ---
 
@@ -119,8 +146,9 @@ class Cluster:
         config = self.config
         arena_bytes = arena_bytes_of(config)
         with self._stage("kvstore") as done:
-            arguments = ["kvstore", "serve", "--socket-dir", str(self.folder), "--metrics", config.metrics]
-            self._kvstore = Child("kvstore", arguments, self.logs / "kvstore.log")
+            metrics = _metrics_address(config.metrics, 0)
+            self._kvstore_arguments = ["kvstore", "serve", "--socket-dir", str(self.folder), "--metrics", metrics]
+            self._kvstore = Child("kvstore", self._kvstore_arguments, self.logs / "kvstore.log")
             ready = self._kvstore.wait_ready(START_TIMEOUT_S)
             self._metrics.append(ready["metrics"])
             self.kv_socket = Path(str(ready["socket"]).removeprefix("unix:"))
@@ -152,6 +180,7 @@ class Cluster:
             self._router = Child("router", arguments, self.logs / "router.log")
             listening = self._router.wait_ready(START_TIMEOUT_S)
             self.router_address, self.http_url = str(listening["address"]), listening["http"]
+            self._router_arguments = _at_the_same_doors(arguments, self.router_address, self.http_url)
             self._metrics.append(listening["metrics"])
             self._wait_router_ready()
             done(self.router_address + (f", {self.http_url}" if self.http_url else ""))
@@ -349,8 +378,10 @@ class _Worker:
         self._num_restarts = 0
         self._channel = rpc.sync_channel(self.address)  # for as long as this process lives
 
-    def look(self, console: Console) -> None:
-        """Asks it once. Raises ChildDied: it has failed to start MAX_FAILED_STARTS times in a row."""
+    def look(self, console: Console) -> bool:
+        """Asks it once; whether it is another process now. Raises ChildDied: it has failed to start MAX_FAILED_STARTS
+        times in a row.
+        """
         stub = worker_pb2_grpc.WorkerStub(self._channel)
         try:
             info = stub.Info(worker_pb2.InfoRequest(), timeout=ANSWER_TIMEOUT_S).info
@@ -359,12 +390,23 @@ class _Worker:
                 self._say(console, f"does not answer: {rpc.error_from(failure).message}")
             self._answers = False
             self._count_starts(console)
-            return
-        if info.incarnation != self._incarnation:
+            return False
+        restarted = info.incarnation != self._incarnation
+        if restarted:
             self._num_restarts += 1
             self._say(console, f"was restarted by Ray (restart {self._num_restarts}); {self._why()}")
+            self.pid = self._newest_pid() or self.pid
             self._log_seen, self._num_starts = self._log_file.stat().st_size, 0
         self._incarnation, self._answers = info.incarnation, True
+        return restarted
+
+    def _newest_pid(self) -> int | None:
+        """Of the life that its log tells of last."""
+        for line in reversed(self._log().splitlines()):
+            if f'"{STARTING}"' in line:
+                pid: int | None = json.loads(line).get("pid")
+                return pid
+        return None
 
     def _count_starts(self, console: Console) -> None:
         num_starts = self._log().count(f'"{STARTING}"')
@@ -414,6 +456,17 @@ def _free_address(host: str = "127.0.0.1") -> str:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host.strip("[]"), 0), family=family) as probe:
         return f"{host}:{probe.getsockname()[1]}"
+
+
+def _at_the_same_doors(arguments: list[str], address: str, http_url: str | None) -> list[str]:
+    """A router's arguments with the ports that it took."""
+    arguments = list(arguments)
+    arguments[arguments.index("--listen") + 1] = address
+    if http_url is not None:
+        http = http_url.partition("://")[2]
+        at = arguments.index("--http") + 1 if "--http" in arguments else None
+        arguments = [*arguments, "--http", http] if at is None else [*arguments[:at], http, *arguments[at + 1 :]]
+    return arguments
 
 
 def _metrics_address(first: str, index: int) -> str:

@@ -37,7 +37,8 @@ class ClusterConfig:
     divides the cores. ``gpus``: of each worker; none: all are on the CPU. ``metrics``: host:port of the kvstore's page
     for Prometheus, the workers' and the router's follow; port 0: free ones; or OFF. ``http``: of the router's HTTP
     door; None: the router's default; or OFF. ``otlp_endpoint``: where spans go; None: nowhere. ``tokens``, ``tls``: of
-    the router's doors; all else is on this machine's loopback and unix sockets.
+    the router's doors; all else is on this machine's loopback and unix sockets. ``no_restart``: end with the kvstore or
+    the router, instead of starting it again.
     """
 
     model: Path
@@ -68,6 +69,7 @@ class ClusterConfig:
     log_prompts: bool = False
     tokens: Path | None = None
     tls: ServerTls | None = None
+    no_restart: bool = False
 
     @staticmethod
     def of(

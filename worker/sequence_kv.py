@@ -137,9 +137,7 @@ class SequenceKv:
         for adopted, held in adoption.going_on:
             self._take(adopted, held, held.max_tokens)
             self._finish_step(adopted)
-            if (
-                not adopted.num_uncomputed
-            ):  # cut off in a truncate or a fork: there is no row to draw the next token from
+            if not adopted.num_uncomputed:  # cut off in a truncate or a fork: nothing to draw the next token from
                 self.truncate(adopted, adopted.num_computed - 1)
 
     def _finish_step(self, adopted: Seq) -> None:

@@ -93,7 +93,8 @@ def run(config: ClusterConfig, ready_file: Path | None) -> int:
                     _write_atomically(ready_file, json.dumps(cluster.describe()))
                 was_ready = True
                 while True:
-                    cluster.check()
+                    if cluster.check() and ready_file is not None:
+                        _write_atomically(ready_file, json.dumps(cluster.describe()))
                     time.sleep(LOOK_S)
         except Interrupted:
             console.print("stopped")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -153,14 +154,40 @@ async def test_a_second_ctrl_c_ends_everything_at_once(started: Ended) -> None:
     assert not cluster.folder.exists()
 
 
-def test_a_dead_kvstore_is_named_and_stops_everything(started: Ended) -> None:
-    cluster = started.cluster
-    os.kill(cluster.pids["kvstore"], signal.SIGKILL)
-    assert cluster.process.wait(STOP_TIMEOUT_S) == 1
-    assert "kvstore ended with SIGKILL" in cluster.log and "CHILD_DIED" in cluster.log
-    started.check()
-    assert cluster.folder.exists() and "logs are kept" in cluster.log
-    shutil.rmtree(cluster.folder)
+def test_a_dead_kvstore_is_named_and_stops_everything_where_nothing_is_restarted(tiny: Path, tmp_path: Path) -> None:
+    before = shared_memory_files()
+    with running(tmp_path, tiny, [*ONE_WORKER, "--no-restart"]) as cluster:
+        started = Ended(cluster, before)
+        os.kill(cluster.pids["kvstore"], signal.SIGKILL)
+        assert cluster.process.wait(STOP_TIMEOUT_S) == 1
+        assert "kvstore ended with SIGKILL" in cluster.log and "CHILD_DIED" in cluster.log
+        started.check()
+        assert cluster.folder.exists() and "logs are kept" in cluster.log
+        shutil.rmtree(cluster.folder)
+
+
+async def test_what_dies_is_started_again_where_it_was(tiny: Path, tmp_path: Path) -> None:
+    """kvstore, router and worker, one after the other; answers are what they were."""
+    with running(tmp_path, tiny, [*ONE_WORKER, "--deterministic"]) as cluster:
+
+        async def answer() -> list[int]:
+            async with AsyncTailpack(cluster.router) as client:
+                asked = client.generate([5], max_tokens=20, ignore_eos=True, timeout_s=60.0)
+                return [token for chunk in [chunk async for chunk in asked] for token in chunk.token_ids]
+
+        said, pids = await answer(), cluster.pids
+        for name in ("kvstore", "router", "workers"):
+            victim = pids[name][0] if name == "workers" else pids[name]
+            os.kill(victim, signal.SIGKILL)
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while victim in (now := json.loads((tmp_path / "ready.json").read_text())["pids"])["workers"] + [now[name]]:
+                assert cluster.process.poll() is None and time.monotonic() < deadline, cluster.log
+                await asyncio.sleep(0.1)
+            assert {key for key in pids if pids[key] != now[key]} == {name}, cluster.log
+            pids = now
+            assert await answer() == said
+        assert "kvstore ended with SIGKILL" in cluster.log and "router ended with SIGKILL" in cluster.log
+        assert cluster.stop() == 0, cluster.log
 
 
 def test_a_killed_supervisor_takes_its_children_along(started: Ended) -> None:
