@@ -169,6 +169,18 @@ class WorkerCollector(LazyCollector):
         yield counter(
             "recomputed", "Sequences dropped for want of pages, to be computed again.", load.sequences_recomputed
         )
+        yield counter(
+            "adopted",
+            "Sequences taken over from the worker that had this device's memory before.",
+            load.sequences_adopted,
+        )
+        yield counter("joined", "Submissions that went on with an adopted sequence.", self._answers.num_joined)
+        yield counter(
+            "tokens_recomputed_after_adoption",
+            "Tokens of adopted sequences whose rows had been written, and were lost; 0 but by a fault.",
+            load.tokens_recomputed_after_adoption,
+        )
+        yield gauge("without_store", "1 while the kvstore is away.", float(load.without_store))
         drafts = CounterMetricFamily(
             "tailpack_worker_drafts",
             "Guessed tokens that steps checked, by what came of them.",
