@@ -1,5 +1,5 @@
 """Matrix products of one to eight rows on a GPU, at the speed of reading the weights, with what surrounds them in a
-decode step: a norm before, SwiGLU or a residual after (csrc/linear_few.cuh).
+decode step: SwiGLU or a residual after (csrc/linear_few.cuh).
 
 A `FewLinear` is made once for each weight. A call sets pointers and launches on torch's current stream: it allocates
 nothing, waits for nothing and may be captured into a CUDA graph. `linear_few` is the reference, and the path of a CPU.
@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from kernels import loader
 from kernels.errors import ArgumentError
-from kernels.step_cells import LinearTiling, linear_cell
+from kernels.step_cells import LinearTiling, linear_cell, linear_tiling
 
 MAX_ROWS = 8
 BLOCK = 128  # of FP8 weights, both ways
-THREADS, ROWS_PER_CTA = 256, 16
+THREADS, ROWS_PER_TILE = 256, 16
 ROW_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _ALIGNMENT = 16
 
@@ -33,20 +33,18 @@ class LinearArgs(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
-        ("norm", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("x_stride", ctypes.c_int64),
         ("residual_stride", ctypes.c_int64),
         ("out_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int32),
-        ("n", ctypes.c_int32),
-        ("k", ctypes.c_int32),
-        ("eps", ctypes.c_float),
         ("prefetch", ctypes.c_void_p),
         ("num_tokens", ctypes.c_void_p),
         ("prefetch_bytes", ctypes.c_int64),
         ("prefetch_limit", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
     )
 
 
@@ -54,15 +52,12 @@ class LinearArgs(ctypes.Structure):
 class LinearWeight:
     """weight: [N, K] of the rows' dtype, or float8_e4m3fn with scales f32 [ceil(N / 128), K / 128].
 
-    norm: [K], the weight of an RMS norm of x before the product, with eps; None: none.
     gated: weight holds gate and up, N / 2 rows each, and the result is silu(gate) * up, [rows, N / 2].
     bias: [N] or None.
     """
 
     weight: Tensor
     scales: Tensor | None = None
-    norm: Tensor | None = None
-    eps: float = 0.0
     bias: Tensor | None = None
     gated: bool = False
 
@@ -98,9 +93,6 @@ def dequantized(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Te
 def linear_few(x: Tensor, linear: LinearWeight, residual: Tensor | None = None) -> Tensor:
     """The reference: x [rows, K] -> [rows, width], in x's dtype, rounded where the model's own operators round. FP8
     weights are multiplied as float32."""
-    if linear.norm is not None:
-        wide = x.float()
-        x = linear.norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + linear.eps)).to(x.dtype)
     if linear.scales is None:
         y = F.linear(x, linear.weight, linear.bias)
     else:
@@ -124,15 +116,15 @@ class FewLinear:
         k = weight.shape[1]
         self._check_weight(linear, dtype, max_rows)
         self.linear, self.dtype, self.device, self.max_rows = linear, dtype, weight.device, max_rows
-        norm = linear.norm is not None
-        self.cell = linear_cell(ROW_TYPES[dtype], fp8=fp8, norm=norm, gated=linear.gated, tiling=tiling)
-        self.arguments = LinearArgs(n=linear.width, k=k, eps=linear.eps, weight=weight.data_ptr())
-        for name in ("scales", "norm", "bias"):
+        self.cell = linear_cell(ROW_TYPES[dtype], fp8=fp8, gated=linear.gated, tiling=tiling)
+        self.arguments = LinearArgs(n=linear.width, k=k, weight=weight.data_ptr())
+        for name in ("scales", "bias"):
             value = getattr(linear, name)
             if value is not None:
                 setattr(self.arguments, name, value.data_ptr())
-        self.ctas = -(-linear.width // ROWS_PER_CTA)
-        self._launches: dict[int, loader.PreparedLaunch] = {}
+        per_sm = (tiling or linear_tiling(gated=linear.gated)).ctas - 1
+        self.ctas = min(-(-linear.width // ROWS_PER_TILE), per_sm * _num_sms(self.device))
+        self._launch: loader.PreparedLaunch | None = None
 
     def prefetch(self, weight: Tensor, num_tokens: Tensor, limit: int) -> None:
         """Ask for `weight`, whose product comes next but for attention, to be in the second-level cache by then.
@@ -152,17 +144,12 @@ class FewLinear:
 
     def load(self) -> None:
         """Load the kernel, compiling it first where no archive has it; not allowed inside a capture."""
-        for rows in range(1, self.max_rows + 1):
-            self._launch(rows)
-
-    def shared_bytes(self, rows: int) -> int:
-        """Dynamic shared memory of a CTA: the normed rows."""
-        return rows * (2 * self.linear.weight.shape[1] + 64) if self.linear.norm is not None else 0
+        self._prepared()
 
     def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [rows, K]; out: [rows, width]; residual: as out, and may be out. Rows contiguous. Returns `out`."""
         self.set_call(x, out, residual)
-        self._launch(len(x))(loader.current_stream(self.device.index or 0))
+        self._prepared()(loader.current_stream(self.device.index or 0))
         return out
 
     def set_call(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
@@ -189,20 +176,18 @@ class FewLinear:
             raise _error("x must lie at multiples of 16 bytes", hex(x.data_ptr()), "rows at multiples of 16", "copy it")
         arguments.rows = rows
 
-    def _launch(self, rows: int) -> loader.PreparedLaunch:
-        if rows not in self._launches:
-            arch = loader.arch_of(self.device)
-            self._launches[rows] = loader.PreparedLaunch(
+    def _prepared(self) -> loader.PreparedLaunch:
+        if self._launch is None:
+            self._launch = loader.PreparedLaunch(
                 self.cell,
                 self.cell.kernels[0],
                 self.device.index or 0,
                 self.arguments,
                 threads=THREADS,
-                shared_bytes=self.shared_bytes(rows),
-                overlap=loader.overlaps_launches(arch),
+                overlap=loader.overlaps_launches(loader.arch_of(self.device)),
             )
-            self._launches[rows].set_ctas(self.ctas)
-        return self._launches[rows]
+            self._launch.set_ctas(self.ctas)
+        return self._launch
 
     @staticmethod
     def _check_weight(linear: LinearWeight, dtype: torch.dtype, max_rows: int) -> None:
@@ -223,14 +208,18 @@ class FewLinear:
                 f"K a multiple of 128; up to {MAX_ROWS} rows",
                 "use torch's own products for it",
             )
-        for name, value, size in (("norm", linear.norm, k), ("bias", linear.bias, n)):
-            if value is not None and (value.dtype != dtype or value.shape != (size,) or not value.is_contiguous()):
-                raise _error(
-                    f"{name} does not fit the weight",
-                    f"{value.dtype} {tuple(value.shape)}",
-                    f"{dtype} [{size}]",
-                    "convert it once, when it is loaded",
-                )
+        bias = linear.bias
+        if bias is not None and (bias.dtype != dtype or bias.shape != (n,) or not bias.is_contiguous()):
+            raise _error(
+                "the bias does not fit the weight",
+                f"{bias.dtype} {tuple(bias.shape)}",
+                f"{dtype} [{n}]",
+                "convert it once, when it is loaded",
+            )
+
+
+def _num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 def _error(reason: str, given: str, allowed: str, action: str) -> ArgumentError:

@@ -13,52 +13,33 @@ STEP_KERNELS = ("begin", "embed", "norm", "rope", "swiglu")
 
 
 class LinearTiling(NamedTuple):
-    """depth: pieces of 64 bytes of each weight row under way a lane. ctas: that share an SM, which bounds registers."""
+    """depth: pieces of 64 bytes of each weight row under way a lane. ctas: that an SM has room for, which bounds
+    registers; one less are launched, so that the next kernel's find room beside them."""
 
     depth: int
     ctas: int
 
 
-def linear_tiling(gated: bool) -> LinearTiling:
+def linear_tiling(*, gated: bool) -> LinearTiling:
     """Eight loads of 16 bytes under way a lane, in so few registers that three CTAs share an SM."""
     return LinearTiling(2 if gated else 4, 3)
 
 
-def linear_cell(row_type: str, *, fp8: bool, norm: bool, gated: bool, tiling: LinearTiling | None = None) -> Cell:
+def linear_cell(row_type: str, *, fp8: bool, gated: bool, tiling: LinearTiling | None = None) -> Cell:
     """x W^T of up to eight rows (csrc/linear_few.cuh). fp8: weights are e4m3 with a scale a block of 128 x 128."""
-    flags = [name for name, on in (("fp8", fp8), ("norm", norm), ("gated", gated)) if on]
-    depth, ctas = tiling or linear_tiling(gated)
+    flags = [name for name, on in (("fp8", fp8), ("gated", gated)) if on]
+    depth, ctas = tiling or linear_tiling(gated=gated)
     variant = "-".join([row_type, *flags, *([f"d{depth}c{ctas}"] if tiling else [])])
     kernel = f"linear_{variant.replace('-', '_')}"
     defines = {
         "TAILPACK_KERNEL_LINEAR": kernel,
         "TAILPACK_TYPE": ROW_TYPES[row_type],
         "TAILPACK_FP8": str(int(fp8)),
-        "TAILPACK_NORM": str(int(norm)),
         "TAILPACK_GATED": str(int(gated)),
         "TAILPACK_DEPTH": str(depth),
         "TAILPACK_CTAS": str(ctas),
     }
     return Cell("linear_few.cu", 0, "few", variant, (kernel,), tuple(defines.items()), tensor_kernels=(kernel,))
-
-
-MANY_TILES = (2, 4, 8)  # of 8 rows of x
-MANY_STAGES = 4  # kManyStages in csrc/linear_many.cuh
-
-
-def many_cell(row_type: str, tiles: int, tiling: LinearTiling | None = None) -> Cell:
-    """x W^T of up to 8 * tiles rows (csrc/linear_many.cuh), tiles of MANY_TILES."""
-    depth, ctas = tiling or LinearTiling(3, 2)
-    variant = "-".join([row_type, f"t{tiles}", *([f"d{depth}c{ctas}"] if tiling else [])])
-    kernel = f"linear_many_{variant.replace('-', '_')}"
-    defines = {
-        "TAILPACK_KERNEL_LINEAR": kernel,
-        "TAILPACK_TYPE": ROW_TYPES[row_type],
-        "TAILPACK_TILES": str(tiles),
-        "TAILPACK_DEPTH": str(depth),
-        "TAILPACK_CTAS": str(ctas),
-    }
-    return Cell("linear_many.cu", 0, "many", variant, (kernel,), tuple(defines.items()), tensor_kernels=(kernel,))
 
 
 def step_cell(row_type: str) -> Cell:

@@ -1,8 +1,8 @@
 """One decode step of the llama family as a row of launches over static buffers, ready to be captured.
 
-Up to eight rows go through products of our own, which norm before and gate or add after (kernels/linear_cuda.py): four
-launches a layer, one of rotary embedding and append, three of attention. More rows go through cuBLAS, with norms and
-SwiGLU by kernels of our own. Nothing is allocated once the buffers are there, nothing comes back to the host.
+Up to eight rows go through products of our own, which gate or add after (kernels/linear_cuda.py): four launches a
+layer, two of norms, one of rotary embedding and append, three of attention. More rows go through cuBLAS, with SwiGLU by
+a kernel of our own. Nothing is allocated once the buffers are there, nothing comes back to the host.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DecodeLayers:
         self._tables = (network.cos.squeeze(1).contiguous(), network.sin.squeeze(1).contiguous())
         self.weight_bytes, self.fp8 = 0, fp8
         self._products = [self._few(layer, fp8) for layer in network.layers] if self._few_rows else []
-        self._lm_head = self._one(network.lm_head, network.norm, fp8=fp8) if self._few_rows else None
+        self._lm_head = self._one(network.lm_head, fp8=fp8) if self._few_rows else None
         if prefetch_tokens:
             for products in self._products:
                 lengths = state.row_words("num_tokens", rows)
@@ -121,12 +121,12 @@ class DecodeLayers:
             self._attention[index](q, batches[group], out=out)
             after = self._few_after if few else self._many_after
             after(index, rows)
-        logits = self.logits[:rows]
+        logits, normed = self.logits[:rows], self._normed[:rows]
         if few:
             assert self._lm_head is not None
-            self._lm_head(x, logits)
+            kernels.add_norm(x, None, self._network.norm, c.norm_eps, normed)
+            self._lm_head(normed, logits)
         else:
-            normed = self._normed[:rows]
             kernels.add_norm(x, self._delta[:rows], self._network.norm, c.norm_eps, normed)
             torch.mm(normed, self._network.lm_head.t(), out=logits)
         self._sample(logits, state.sampling(rows))
@@ -134,12 +134,16 @@ class DecodeLayers:
     # --- few rows ---
 
     def _few_before(self, index: int, rows: int) -> None:
-        self._products[index].qkv(self._x[:rows], self._qkv[:rows])
+        normed, eps = self._normed[:rows], self._network.config.norm_eps
+        self._kernels.add_norm(self._x[:rows], None, self._network.layers[index].input_norm, eps, normed)
+        self._products[index].qkv(normed, self._qkv[:rows])
 
     def _few_after(self, index: int, rows: int) -> None:
         products, x, gated = self._products[index], self._x[:rows], self._gated[:rows]
         products.o(self._attended[:rows], x, residual=x)
-        products.gate_up(x, gated)
+        normed, eps = self._normed[:rows], self._network.config.norm_eps
+        self._kernels.add_norm(x, None, self._network.layers[index].post_norm, eps, normed)
+        products.gate_up(normed, gated)
         products.down(gated, x, residual=x)
 
     # --- many rows ---
@@ -170,16 +174,15 @@ class DecodeLayers:
             return found
 
         return _Products(
-            self._one(of("qkv"), of("input_norm"), bias("qkv"), fp8=fp8),
-            self._one(of("o"), None, bias("o"), fp8=fp8),
-            self._one(of("gate_up"), of("post_norm"), bias("gate_up"), gated=True, fp8=fp8),
-            self._one(of("down"), None, bias("down"), fp8=fp8),
+            self._one(of("qkv"), bias("qkv"), fp8=fp8),
+            self._one(of("o"), bias("o"), fp8=fp8),
+            self._one(of("gate_up"), bias("gate_up"), gated=True, fp8=fp8),
+            self._one(of("down"), bias("down"), fp8=fp8),
         )
 
     def _one(
         self,
         weight: torch.Tensor,
-        norm: torch.Tensor | None,
         bias: torch.Tensor | None = None,
         *,
         gated: bool = False,
@@ -188,8 +191,7 @@ class DecodeLayers:
         scales = None
         if fp8:
             weight, scales = quantized(weight)
-        eps = self._network.config.norm_eps
-        linear = LinearWeight(weight, scales, norm=norm, eps=eps, bias=bias, gated=gated)
+        linear = LinearWeight(weight, scales, bias=bias, gated=gated)
         self.weight_bytes += linear.num_bytes
         return FewLinear(linear, self._network.embed.dtype, min(self._few_rows, self._state.max_rows))
 

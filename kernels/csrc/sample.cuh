@@ -157,6 +157,16 @@ template <typename T> struct SampleRow {
         left = wanted;
         return prefix;
     }
+    // The mass of token i where it is kept, else 0. at: how many tokens before it have the key `least`; counted on.
+    __device__ __forceinline__ unsigned long long kept_mass(int i, uint32_t least, unsigned long long equals,
+                                                            unsigned long long least_mass, unsigned long long& at) const {
+        const float x = logit(i);
+        const uint32_t key = order_key(x);
+        if (key < least) return 0;
+        if (key == least && equals != ~0ull && at++ >= equals) return 0;
+        const unsigned long long own = mass(x);
+        return own >= least_mass ? own : 0;
+    }
     // Among the tokens whose key is `key`, in order of ids: how many this thread's range [begin, end) comes after.
     __device__ __forceinline__ unsigned long long equals_before(uint32_t key, int begin, int end, unsigned long long& own) const {
         own = 0;
@@ -196,24 +206,13 @@ template <typename T> __device__ __forceinline__ int draw_row(const SampleRow<T>
     const int each = (vocabulary + kSampleThreads - 1) / kSampleThreads, begin = min(thread * each, vocabulary), end = min(begin + each, vocabulary);
     unsigned long long own_equals, rank = 0;
     if (equals != ~0ull) rank = row.equals_before(least, begin, end, own_equals);
-    // One walk over the thread's range: what is kept up to token i.
-    auto walk = [&](auto visit) {
-        unsigned long long at = rank;
-        for (int i = begin; i < end; i++) {
-            const float x = row.logit(i);
-            const uint32_t key = order_key(x);
-            if (key < least) continue;
-            if (key == least && equals != ~0ull && at++ >= equals) continue;
-            const unsigned long long mass = row.mass(x);
-            if (mass >= least_mass) visit(i, mass);
-        }
-    };
-    unsigned long long own = 0;
+    unsigned long long own = 0, at = rank;
     int last = -1;
-    walk([&](int i, unsigned long long mass) {
+    for (int i = begin; i < end; i++) {
+        const unsigned long long mass = row.kept_mass(i, least, equals, least_mass, at);
         own += mass;
         if (mass > 0) last = i;
-    });
+    }
     const unsigned long long earlier = before_this(own, shared), total = of_all<false>(own, shared);
     last = static_cast<int>(of_all<true>(static_cast<unsigned long long>(last + 1), shared)) - 1;
     if (thread == 0) {
@@ -226,14 +225,11 @@ template <typename T> __device__ __forceinline__ int draw_row(const SampleRow<T>
     const unsigned long long target = shared.chosen[0];
     if (earlier <= target && target < earlier + own) { // one thread's range; the first token whose sum is beyond it
         unsigned long long sum = earlier;
-        bool found = false;
-        walk([&](int i, unsigned long long mass) {
-            sum += mass;
-            if (!found && sum > target) {
-                found = true;
-                shared.chosen[1] = static_cast<unsigned long long>(i);
-            }
-        });
+        at = rank;
+        for (int i = begin; i < end && sum <= target; i++) {
+            sum += row.kept_mass(i, least, equals, least_mass, at);
+            if (sum > target) shared.chosen[1] = static_cast<unsigned long long>(i);
+        }
     }
     __syncthreads();
     return static_cast<int>(shared.chosen[1]);

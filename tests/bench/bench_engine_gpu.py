@@ -36,7 +36,7 @@ from kernels.cells import Cell
 from kernels.cubins import build, default_folder
 from kernels.decode_cells import DecodeShape, decode_cell
 from kernels.page_cells import APPEND_CELL, fp8_cell, seal_cell
-from kernels.step_cells import linear_cell, many_cell, sample_cell, step_cell
+from kernels.step_cells import linear_cell, sample_cell, step_cell
 from tests.bench import engine_gpu_equal, engine_gpu_linear, engine_gpu_steady
 from tests.bench.engine_gpu_model import LLAMA_3_8B, SMALL, random_llama
 from tests.bench.engine_gpu_steady import Case
@@ -47,16 +47,17 @@ SECONDS = 270.0  # no case begins later
 CASES = (
     Case("b1-128", 1, 128),
     Case("b1-128-prefetch", 1, 128, prefetch_tokens=8192),
-    Case("b1-128-fp8", 1, 128, fp8=True),
-    Case("b1-128-fp8-prefetch", 1, 128, fp8=True, prefetch_tokens=8192),
-    Case("b1-4k", 1, 4096),
-    Case("b1-4k-tq4", 1, 4096, "tq4"),
-    Case("b8-4k", 8, 4096),
     Case("b64-4k", 64, 4096),
-    Case("b64-4k-tq4", 64, 4096, "tq4"),
     Case("b32-16k", 32, 16384),
     Case("b32-16k-tq4", 32, 16384, "tq4"),
     Case("b1-128-cublas", 1, 128, few_rows=0, steps=64),
+    Case("b1-128-fp8", 1, 128, fp8=True),
+    Case("b1-128-fp8-prefetch", 1, 128, fp8=True, prefetch_tokens=8192),
+    Case("b64-4k-tq4", 64, 4096, "tq4"),
+    Case("b1-4k", 1, 4096),
+    Case("b1-4k-tq4", 1, 4096, "tq4"),
+    Case("b8-4k", 8, 4096),
+    Case("b8-4k-cublas", 8, 4096, few_rows=0, steps=64),
 )
 TINY_STEADY = (Case("tiny", 2, 150, "tq4", steps=4), Case("tiny-dense", 1, 20, steps=3, few_rows=0))
 
@@ -96,7 +97,7 @@ class Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="equal,linear,steady", help="parts, commas between")
+    parser.add_argument("--only", default="equal,linear,steady", help="parts, in this order; commas between")
     parser.add_argument("--cases", default="", help="of steady; commas between")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, for tests")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="no case begins after so long")
@@ -113,19 +114,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = _facts(device, options.commit)
     report.say(facts)
     parts = options.only.split(",")
+    if unknown := {*parts} - {"equal", "linear", "steady"}:
+        raise SystemExit(f"no such part: {', '.join(sorted(unknown))}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         report.run("build", "cells", lambda: _build(device))
-    if "equal" in parts:
-        _equal(report, device)
     read = 1e12
     if device.type == "cuda" and {"linear", "steady"} & {*parts}:
         rates = report.run("machine", "ceilings", lambda: _ceilings(device))
         read = float(rates.get("read", 4.2e12))
-    if "linear" in parts:
-        _linear(report, device)
-    if "steady" in parts:
-        _steady(report, device, read, [name for name in options.cases.split(",") if name])
+    for part in parts:
+        if part == "equal":
+            _equal(report, device)
+        elif part == "linear":
+            _linear(report, device)
+        else:
+            _steady(report, device, read, [name for name in options.cases.split(",") if name])
     if options.records:
         options.records.write_text("".join(json.dumps(line) + "\n" for line in _records(report.lines, facts, read)))
     failed = [f"{line['part']} {line['case']}" for line in report.lines if not line["ok"]]
@@ -162,14 +166,10 @@ def _linear(report: Report, device: torch.device) -> None:
                 f"check-{shape.name}-{kind}",
                 partial(engine_gpu_linear.check, shape, device, fp8=fp8, rows=checked),
             )
-    for shape in shapes:
-        counts = (9, 30, 64) if device.type == "cuda" else (9,)
-        report.run("linear", f"check-{shape.name}-many", partial(engine_gpu_linear.check_many, shape, device, counts))
     if device.type == "cpu":
         return
     wanted: list[tuple[int, str]] = [(1, "ours"), (1, "cublas"), (1, "ours fp8"), (4, "ours"), (8, "ours")]
     wanted += [(8, "cublas"), (16, "cublas"), (32, "cublas"), (64, "cublas"), (64, "scaled_mm")]
-    wanted += [(8, "many"), (16, "many"), (32, "many"), (64, "many"), (64, "many s2"), (64, "many s4")]
     for rows, kind in wanted:
         for shape in shapes:
             report.run(
@@ -186,13 +186,6 @@ def _linear(report: Report, device: torch.device) -> None:
                     f"{shape.name}-m1-{kind}-d{tiling.depth}c{tiling.ctas}",
                     partial(engine_gpu_linear.measure, shape, device, 1, kind, tiling),
                 )
-    for shape in shapes[:4]:
-        for tiling in engine_gpu_linear.MANY_TILINGS:
-            report.run(
-                "linear",
-                f"{shape.name}-m64-many-d{tiling.depth}c{tiling.ctas}",
-                partial(engine_gpu_linear.measure, shape, device, 64, "many", tiling),
-            )
     for rows in (1, 64):
         for name, settings in (("greedy", {}), ("top-k-top-p", {"temperature": 0.8, "top_k": 50, "top_p": 0.9})):
             report.run(
@@ -243,18 +236,13 @@ def _build(device: torch.device) -> dict[str, Any]:
         for keys, values in (("dense", "dense"), ("fp8", "fp8"), ("tq4", "tq4"))
     ]
     for fp8 in (False, True):
-        for norm, gated in _KINDS:
+        for gated in (False, True):
             others = engine_gpu_linear.GATED_TILINGS if gated else engine_gpu_linear.TILINGS
-            cells += [linear_cell("bf16", fp8=fp8, norm=norm, gated=gated, tiling=each) for each in (None, *others)]
-    cells += [many_cell("bf16", tiles) for tiles in (2, 4, 8)]
-    cells += [many_cell("bf16", 8, tiling) for tiling in engine_gpu_linear.MANY_TILINGS]
+            cells += [linear_cell("bf16", fp8=fp8, gated=gated, tiling=each) for each in (None, *others)]
     cells += [step_cell("bf16"), sample_cell("bf16"), seal_cell(128, "bf16"), fp8_cell("bf16"), APPEND_CELL]
     results = build(dict.fromkeys(cells), [arch], default_folder())
     errors = [f"{result.cell.name}: {result.error}"[:800] for result in results if result.error]
     return {"ok": not errors, "compiled": sum(result.compiled for result in results), "errors": errors}
-
-
-_KINDS = ((False, False), (True, False), (True, True))
 
 
 def _records(lines: Sequence[dict[str, Any]], facts: dict[str, Any], read: float) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from kernels.linear_cuda import FewLinear, LinearWeight, dequantized, linear_few, quantized
-from kernels.linear_many_cuda import ManyLinear, splits_of
 from kernels.sample_cuda import SampleKernel, SampleState
 from kernels.step_cells import LinearTiling
 from tests.bench.kernel_timing import capture
@@ -22,12 +21,11 @@ REPEATS = 15
 
 @dataclass(frozen=True)
 class Shape:
-    """A product of a layer: ``norm`` before, ``gated`` after, else ``residual`` where it is added."""
+    """A product of a layer: ``gated`` after, or ``residual`` where it is added."""
 
     name: str
     n: int
     k: int
-    norm: bool = False
     gated: bool = False
     residual: bool = False
 
@@ -36,19 +34,18 @@ def shapes(config: Any) -> list[Shape]:
     """Of a LlamaConfig."""
     q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
     return [
-        Shape("qkv", q + 2 * kv, config.hidden, norm=True),
+        Shape("qkv", q + 2 * kv, config.hidden),
         Shape("o", config.hidden, q, residual=True),
-        Shape("gate_up", 2 * config.intermediate, config.hidden, norm=True, gated=True),
+        Shape("gate_up", 2 * config.intermediate, config.hidden, gated=True),
         Shape("down", config.hidden, config.intermediate, residual=True),
-        Shape("lm_head", config.vocab_size, config.hidden, norm=True),
+        Shape("lm_head", config.vocab_size, config.hidden),
     ]
 
 
 def make(shape: Shape, device: torch.device, *, fp8: bool, row_type: torch.dtype = torch.bfloat16) -> LinearWeight:
     weight = torch.empty(shape.n, shape.k, dtype=row_type, device=device).normal_(0.0, shape.k**-0.5)
-    norm = torch.empty(shape.k, dtype=row_type, device=device).normal_(1.0, 0.1) if shape.norm else None
     codes, scales = quantized(weight) if fp8 else (weight, None)
-    return LinearWeight(codes, scales, norm=norm, eps=1e-5, gated=shape.gated)
+    return LinearWeight(codes, scales, gated=shape.gated)
 
 
 def check(shape: Shape, device: torch.device, *, fp8: bool, rows: Sequence[int] = (1, 3, 8)) -> dict[str, Any]:
@@ -69,46 +66,13 @@ def check(shape: Shape, device: torch.device, *, fp8: bool, rows: Sequence[int] 
 
 def _exact(x: torch.Tensor, linear: LinearWeight, residual: torch.Tensor | None) -> torch.Tensor:
     wide = dequantized(linear.weight, linear.scales, torch.float32).float()
-    norm = None if linear.norm is None else linear.norm.float()
-    plain = LinearWeight(wide, norm=norm, eps=linear.eps, gated=linear.gated)
+    plain = LinearWeight(wide, gated=linear.gated)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         return linear_few(x.float(), plain, None if residual is None else residual.float())
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _splits(weight: torch.Tensor, kind: str) -> int:
-    if " s" in kind:
-        return int(kind.split(" s")[1])
-    sms = torch.cuda.get_device_properties(weight.device).multi_processor_count if weight.is_cuda else 2
-    n, k = weight.shape
-    return splits_of(n, k, sms)
-
-
-def _parts(many: ManyLinear, rows: int) -> torch.Tensor:
-    n = many.weight.shape[0]
-    if many.splits == 1:
-        return many.weight.new_empty(rows, n)
-    return many.weight.new_empty(many.splits, rows, n, dtype=torch.float32)
-
-
-def check_many(shape: Shape, device: torch.device, rows: Sequence[int] = (9, 30, 64)) -> dict[str, Any]:
-    """Relative errors of rows, partial sums added up."""
-    weight = make(shape, device, fp8=False).weight
-    many = ManyLinear(weight, None, _splits(weight, "many"))
-    worst = 0.0
-    for count in rows:
-        x = torch.randn(count, shape.k, device=device).to(torch.bfloat16)
-        out = _parts(many, count).fill_(float("nan"))
-        got = many(x, out).float()
-        if many.splits > 1:
-            got = got.sum(0)
-        want = _exact(x, LinearWeight(weight), None)
-        error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).max().item()
-        worst = max(worst, error if error == error else float("inf"))
-    return {"ok": worst < 4e-3, "error": worst, "splits": many.splits}
 
 
 def check_codes(device: torch.device) -> dict[str, Any]:
@@ -148,16 +112,14 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
     return {"us": statistics.median(times), "best_us": min(times)}
 
 
-TILINGS = (LinearTiling(4, 2), LinearTiling(6, 2), LinearTiling(8, 2), LinearTiling(3, 4))
-MANY_TILINGS = (LinearTiling(4, 2), LinearTiling(2, 2), LinearTiling(6, 1))
-GATED_TILINGS = (LinearTiling(3, 2), LinearTiling(4, 2), LinearTiling(2, 2))
+TILINGS = (LinearTiling(6, 2), LinearTiling(8, 2), LinearTiling(3, 4))
+GATED_TILINGS = (LinearTiling(4, 2), LinearTiling(3, 2), LinearTiling(1, 4))
 
 
 def measure(
     shape: Shape, device: torch.device, rows: int, kind: str, tiling: LinearTiling | None = None
 ) -> dict[str, Any]:
-    """kind: "ours", "ours fp8", "many" (the product, or its partial sums; "many s4": in so many cuts of K), "cublas"
-    (the product alone), "scaled_mm" (FP8 blocks by torch)."""
+    """kind: "ours", "ours fp8", "cublas" (the product alone), "scaled_mm" (FP8 blocks by torch)."""
     calls: list[Callable[[], object]] = []
     num_bytes = 0
     copies = CALLS if shape.name != "lm_head" else 2
@@ -170,10 +132,6 @@ def measure(
             few = FewLinear(linear, torch.bfloat16, rows, tiling)
             few.load()
             calls.append(partial(few, x, out, out if shape.residual else None))
-        elif kind.startswith("many"):
-            many = ManyLinear(linear.weight, None, _splits(linear.weight, kind), tiling)
-            many.load(rows)
-            calls.append(partial(many, x, _parts(many, rows)))
         elif kind == "cublas":
             out = torch.empty(rows, shape.n, dtype=torch.bfloat16, device=device)
             calls.append(partial(torch.mm, x, linear.weight.t(), out=out))

@@ -14,7 +14,7 @@ from kernels.cells import Cell
 from tests.kernels.emulator import Emulator
 from tests.unit.fake_gpu_kernels import ARCH, FakeGpuKernels
 
-SOURCES = ("linear_few.cu", "linear_many.cu", "decode_step.cu", "sample.cu")
+SOURCES = ("linear_few.cu", "decode_step.cu", "sample.cu")
 BUILT: dict[Cell, Emulator] = {}
 
 
@@ -36,15 +36,12 @@ class EmulatedStep(FakeGpuKernels):
             defines = [f"-D{name}={value}" for name, value in cell.defines]
             BUILT[cell] = Emulator.build(cell.source.replace(".cu", ".cpp"), self.folder, defines)
         self._load(cell, index)
-        return _Launch(self, cell, kernel, arguments, options.get("shared_bytes", 0))
+        return _Launch(self, cell, kernel, arguments)
 
 
 class _Launch:
-    def __init__(
-        self, kernels: EmulatedStep, cell: Cell, kernel: str, arguments: ctypes.Structure, shared_bytes: int
-    ) -> None:
+    def __init__(self, kernels: EmulatedStep, cell: Cell, kernel: str, arguments: ctypes.Structure) -> None:
         self._kernels, self._cell, self._kernel, self._arguments = kernels, cell, kernel, arguments
-        self._shared_bytes = shared_bytes
         self._grid = (1, 1)
 
     def set_ctas(self, x: int, y: int = 1) -> None:
@@ -54,10 +51,8 @@ class _Launch:
         self._kernels.count(self._cell, self._kernel)
         library, (x, y) = BUILT[self._cell], self._grid
         arguments = type(self._arguments).from_buffer_copy(self._arguments)
-        if self._cell.source == "linear_many.cu":
-            library.call("linear", x, y, self._shared_bytes, arguments)
-        elif self._cell.source == "linear_few.cu":
-            library.call("linear", x, self._shared_bytes, arguments)
+        if self._cell.source == "linear_few.cu":
+            library.call("linear", x, arguments)
         elif self._cell.source == "sample.cu":
             library.call("sample", x, arguments)
         else:

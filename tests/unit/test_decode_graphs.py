@@ -47,7 +47,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> EmulatedStep:
 def harness(kernels: EmulatedStep, tmp_path: Path) -> Callable[..., Harness]:
     def make(model: dict[str, Any] | None = None, **settings: Any) -> Harness:
         path = write_model(tmp_path / "model", seed=5, **{**SHAPE, **(model or {})})
-        settings = {"dtype": "bfloat16", "device": "cuda:0", "prefill_chunk": 512, **settings}
+        # In float16 fewer tokens hang on a rounding that may go either way.
+        settings = {"dtype": "float16", "device": "cuda:0", "prefill_chunk": 512, **settings}
         return Harness.load(path, **settings)
 
     return make
@@ -181,12 +182,12 @@ def test_a_step_of_few_rows_makes_few_launches(harness: Callable[..., Harness], 
     before = sum(kernels.launches.values())
     run(graphs, 1, 1)
     layers = SHAPE["num_hidden_layers"]
-    assert sum(kernels.launches.values()) - before == 8 * layers + 4  # begin, embed, lm_head, sample
+    assert sum(kernels.launches.values()) - before == 10 * layers + 5  # begin, embed, norm, lm_head, sample
 
 
 def test_fp8_weights_give_tokens_of_their_own(harness: Callable[..., Harness]) -> None:
     model = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256}
-    ours = harness(model)
+    ours = harness(model, dtype="bfloat16")
     (sequence,) = started(ours, (20,))
     plain, fp8 = graphs_of(ours), graphs_of(ours, fp8=True)
     assert fp8.memory.weights > 0 == plain.memory.weights
