@@ -391,7 +391,7 @@ class WorkerLink:
         if entry is None:
             self.num_stray_outputs += 1
             return
-        if output.token_ids and not entry.prefilled:
+        if not entry.prefilled and output.token_ids:
             if entry.counted:
                 self.own.queued_tokens -= entry.placement.prompt_tokens
             entry.prefilled = True

@@ -380,11 +380,12 @@ class Relay:
 
     def _gathered(self) -> router_pb2.GenerateResponse:
         chunk, self._chunk = self._chunk, router_pb2.GenerateResponse(request_id=self._request_id)
-        chunk.text = "".join(self._texts)
         chunk.text_offset = self._text_offset
         chunk.token_offset = max(self.num_tokens, self._first_token) - len(chunk.token_ids)
-        self._text_offset += len(chunk.text.encode())
-        self._texts = []
+        if self._texts:
+            chunk.text = text = "".join(self._texts)
+            self._text_offset += len(text) if text.isascii() else len(text.encode())
+            self._texts = []
         return chunk
 
     def _take_chunk(self) -> router_pb2.GenerateResponse:
