@@ -196,8 +196,9 @@ class Engine:
         self._known |= {sequence.request.request_id: sequence for sequence in adoption.sequences}
         self._counters.sequences_adopted += len(adoption.sequences)
         self._counters.tokens_recomputed_after_adoption += adoption.num_lost_tokens
-        for sequence in adoption.sequences:
-            self._end_if_whole(sequence)
+        with torch.inference_mode():  # what ends leaves its tails behind
+            for sequence in adoption.sequences:
+                self._end_if_whole(sequence)
         self._publish_load()
         self._wake.set()
         return adoption.sequences
