@@ -42,6 +42,8 @@ DEATHS = [
     ("sent", "dense", f"after:{ENGINE}:Engine._publish:40"),
     ("before a release", "dense", f"before:{CLIENT}:Attachment.release:3"),
     ("released, its end not sent", "dense", f"after:{CLIENT}:Attachment.release:3"),
+    ("whole, not released", "turboquant", f"before:{HELD}:SequenceKv.release:2"),
+    ("whole, not released, v4", "v4", f"before:{HELD}:SequenceKv.release:2"),
     ("mid-truncate, before the store's", "dense", f"rollback:40+before:{CLIENT}:Attachment.truncate:2"),
     ("mid-truncate, cut in the store", "dense", f"rollback:40+after:{CLIENT}:Attachment.truncate:2"),
     ("truncated", "dense", f"rollback:40+after:{HELD}:SequenceKv.truncate:3"),
