@@ -458,7 +458,10 @@ class Device:
         self.table.sequence(slot)
         self._demand_committed(slot, num_tokens)
         self._confirm()
-        return self.table.checkpoint(slot, num_tokens, kind, partial(self.control.tokens, slot))
+        checkpointed = self.table.checkpoint(slot, num_tokens, kind, partial(self.control.tokens, slot))
+        with self.control.together():  # the table has heard how long the sequence is
+            self._write_groups(slot)
+        return checkpointed
 
     def release(self, slots: Sequence[int]) -> int:
         """Returns the number of pages that nobody holds now, all groups together; cached ones are among them."""

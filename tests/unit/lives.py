@@ -157,6 +157,7 @@ class Lives:
     def _next_life(self) -> None:
         """Dying while it adopts is dying, too."""
         while True:
+            assert self.attachment.verify() == []  # tables and control block agree, between any two calls
             self.attachment.adopt()
             self.engine = self._born()
             try:
