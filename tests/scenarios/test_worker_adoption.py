@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from protos import rpc, types_pb2, worker_pb2, worker_pb2_grpc
@@ -222,8 +221,13 @@ class Router:
     load: types_pb2.WorkerLoad = field(default_factory=types_pb2.WorkerLoad)
     features: Sequence[str] = ()
 
-    async def until(self, address: str, enough: int | None) -> None:
-        """Until so many tokens are there (None: all); or until the session breaks."""
+    async def has(self, num_tokens: int, session: asyncio.Task[None]) -> None:
+        async with asyncio.timeout(60):
+            while sum(map(len, self.got.values())) < num_tokens and not session.done():
+                await asyncio.sleep(0.005)
+
+    async def until_all(self, address: str) -> None:
+        """Until all have ended, or the session breaks."""
         async with rpc.channel(address) as channel:
             call = worker_pb2_grpc.WorkerStub(channel).Session()
             await call.write(hello())
@@ -233,7 +237,7 @@ class Router:
                     again.CopyFrom(submit)
                     again.emitted_token_ids.extend(self.got.setdefault(name, []))
                     await say(call, again)
-            while len(self.ended) < len(self.asked) and not (enough and sum(map(len, self.got.values())) >= enough):
+            while len(self.ended) < len(self.asked):
                 message = await asyncio.wait_for(call.read(), 60)
                 if not isinstance(message, worker_pb2.WorkerMessage):
                     return
@@ -302,34 +306,31 @@ async def test_worker_and_store_processes_die_in_turn(tmp_path: Path) -> None:
     it adopts came out of the new store's books.
     """
     model = write_model(tmp_path / "model", seed=8)
-    asked = {f"r{n}": submission(f"r{n}", prompt=range(3, 60 + 70 * n), max_tokens=300) for n in range(3)}
+    asked = {f"r{n}": submission(f"r{n}", prompt=range(3, 60 + 70 * n), max_tokens=700) for n in range(3)}
     quiet, router = Router(asked), Router(asked)
-    folder = Path(os.path.realpath(tmp_path)) / "kv"
-    async with node(model, folder) as n:
-        await quiet.until(n.address, None)
+    async with node(model, Path(os.path.realpath(tmp_path)) / "kv") as n:
+        await quiet.until_all(n.address)
         assert "adopt" in quiet.features
 
-        running = asyncio.create_task(router.until(n.address, 200))
-        await running
+        session = asyncio.create_task(router.until_all(n.address))
+        await router.has(150, session)
         await n.kill_worker()
+        await asyncio.gather(session, return_exceptions=True)
         await n.start_worker()
-        await router.until(n.address, 300)
+        session = asyncio.create_task(router.until_all(n.address))
+        await router.has(250, session)
         assert (router.load.sequences_adopted, router.load.tokens_recomputed_after_adoption) == (3, 0)
         assert router.load.prompt_tokens == 0, "nothing was prefilled again"
 
-        running = asyncio.create_task(router.until(n.address, 600))
-        await asyncio.sleep(0.05)
         n.kill_store()
         n.start_store()
-        await running
-        with pytest.raises(grpc.aio.AioRpcError):
-            killing = asyncio.create_task(router.until(n.address, None))
-            await asyncio.sleep(0.05)
-            await n.kill_worker()
-            await killing
+        await router.has(1000, session)
+        await n.kill_worker()
+        await asyncio.gather(session, return_exceptions=True)
+        assert len(router.ended) < 3, "the test means to kill it before that"
         await n.start_worker()
-        await router.until(n.address, None)
-        assert router.load.tokens_recomputed_after_adoption == 0
+        await router.until_all(n.address)
+        assert router.load.sequences_adopted > 0 and router.load.tokens_recomputed_after_adoption == 0
     assert router.got == quiet.got
 
 
