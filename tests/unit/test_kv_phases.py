@@ -17,7 +17,7 @@ from protos.errors import InternalError, PreconditionFailed
 from protos.page_hash import PAGE_TOKENS
 from tests.unit.kv_oracle import GEOMETRIES, RATIO_4, V4_COMPRESSED, V4_RAW, Worker
 
-TOKENS = [random.Random(4).randrange(1000) for _ in range(1400)]
+TOKENS = random.Random(4).choices(range(1000), k=1400)
 START = 3 * PAGE_TOKENS
 MARGIN = 16
 V4 = ["v4", "v4 checkpoints", "v4 window", "v4 dense", "v4 packed"]
