@@ -241,9 +241,9 @@ scheme: http
 {{- end }}
 {{- end }}
 
-{{/* The first token of a pod's workers may take so long to come, then the last of a drain, then the end of Ray. */}}
+{{/* The longest answer, 30 s that Ray's hook waits beyond it, 30 s that Ray then waits for actors, and the kvstore's end. */}}
 {{- define "tailpack.workerGrace" -}}
-{{- add (int .Values.longestStreamSeconds) 60 -}}
+{{- add (int .Values.longestStreamSeconds) 90 -}}
 {{- end }}
 
 {{- define "tailpack.routerGrace" -}}

@@ -537,7 +537,8 @@ def test_grace_is_longer_than_the_longest_answer(case: str) -> None:
                 script = each["lifecycle"]["preStop"]["exec"]["command"][-1]
                 bound_s = int(re.search(r"-ge (\d+)", script)[1])  # type: ignore[index]
                 drain_s = float(argument(containers(pod)["workers"], "--drain-s"))
-                assert drain_s + 10 < bound_s < pod["spec"]["terminationGracePeriodSeconds"]
+                ray_s = 30  # on SIGTERM `ray start --block` waits so long for actors, if there are any yet
+                assert drain_s + 10 < bound_s < pod["spec"]["terminationGracePeriodSeconds"] - ray_s
                 assert f"touch {argument(containers(pod)['workers'], '--drain-file')}; " in script
                 assert f"-e {argument(containers(pod)['workers'], '--drained-file')} " in script
             if "livenessProbe" in each:
