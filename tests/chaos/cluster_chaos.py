@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
+import shutil
 import signal
+import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 
 from kvstore import client as kvstore
-from protos import types_pb2
-from protos.errors import TailpackError, Unavailable
-from router.client import AsyncTailpack, RetryPolicy
+from protos.errors import TailpackError
+from router.client import AsyncTailpack
 from tests.chaos.blows import Blow, Report, Victims, plan
-from tests.chaos.streams import Ask, Stream, Whole, asks
+from tests.chaos.client_streams import HANG_S, PATIENT, ClientStreams, undisturbed_by_client
+from tests.chaos.node import has_ended
+from tests.chaos.streams import asks
 from tests.e2e.cluster import (
     ClusterProcess,
     running,
@@ -28,10 +30,7 @@ from tests.e2e.cluster import (
 )
 
 NUM_ASKS = 8
-AT_ONCE = 6
 PAUSE_S = 1.6
-HANG_S = 120.0
-"""A bound on what would otherwise hang; nothing is measured by it."""
 OPTIONS = ["--workers", "2", "--deterministic", "--kv-bytes", "16M", "--max-running", "4", "--threads", "1"]
 VICTIMS: Victims = [
     (("worker-0",), 27),
@@ -39,10 +38,8 @@ VICTIMS: Victims = [
     (("kvstore",), 22),
     (("router",), 10),
     (("worker-0", "worker-1"), 4),
-    (("kvstore", "worker-0"), 5),
-    (("router", "worker-1"), 5),
+    (("router", "worker-1"), 10),
 ]
-PATIENT = RetryPolicy(max_retries=60, first_delay_s=0.05, max_delay_s=0.5)
 
 
 async def run(seed: int, num_blows: int, folder: Path) -> Report:
@@ -68,10 +65,18 @@ async def run(seed: int, num_blows: int, folder: Path) -> Report:
         try:
             async with AsyncTailpack(cluster.router, retry=PATIENT) as client:
                 expected = dict(
-                    zip(wanted, await asyncio.gather(*[_undisturbed(client, a) for a in wanted]), strict=True)
+                    zip(wanted, await asyncio.gather(*[undisturbed_by_client(client, a) for a in wanted]), strict=True)
                 )
-                streams = _Streams(client, f"c{seed}", random.Random(f"streams {seed}"), expected)
-                await _under_blows(cluster, streams, num_blows, plan(seed, VICTIMS, pause_s=PAUSE_S), report)
+                streams = ClientStreams(
+                    client,
+                    f"c{seed}",
+                    random.Random(f"streams {seed}"),
+                    expected,
+                    has_ended=lambda request_id: has_ended(cluster.folder.glob("logs/worker-*.log"), request_id),
+                )
+                await _under_blows(
+                    cluster, client, streams, num_blows, plan(seed, VICTIMS, pause_s=PAUSE_S, routers=True), report
+                )
                 await _idle(cluster, client)
             report.streams, report.counts = len(streams.ended), streams.counts
             report.tokens = sum(len(stream.got) for stream in streams.ended)
@@ -81,85 +86,25 @@ async def run(seed: int, num_blows: int, folder: Path) -> Report:
             assert shared_memory_files() <= before
             assert not cluster.folder.exists()
         except Exception as failure:
-            raise AssertionError(
-                f"seed {seed}, whole cluster, logs in {cluster.folder}: {type(failure).__name__}: {failure}\n"
-                f"{cluster.log[-3000:]}"
-            ) from failure
+            kept = Path(tempfile.mkdtemp(prefix="tpc-"))
+            for log in [*(cluster.folder / "logs").glob("*.log"), cluster.log_file]:
+                shutil.copy(log, kept)
+            told = f"seed {seed}, whole cluster, logs in {kept}: {type(failure).__name__}: {failure}"
+            raise AssertionError(f"{told}\n{cluster.log[-3000:]}") from failure
     report.seconds = round(time.monotonic() - began, 3)
     return report
 
 
-async def _undisturbed(client: AsyncTailpack, ask: Ask) -> Whole:
-    stream = Stream("reference", ask, None)
-    await _read(client, stream, f"reference-{id(ask)}", resumable=False)
-    return stream.whole()
-
-
-async def _read(client: AsyncTailpack, stream: Stream, request_id: str, *, resumable: bool) -> None:
-    """Offsets are the client's to check (TOKEN_GAP), tokens and end the stream's."""
-    sampled = {} if stream.ask.seed is None else {"temperature": 1.0, "top_k": 20, "seed": stream.ask.seed}
-    async for chunk in client.generate(
-        list(stream.ask.prompt),
-        chat=False,
-        request_id=request_id,
-        max_tokens=stream.ask.max_tokens,
-        ignore_eos=True,
-        resumable=resumable,
-        timeout_s=HANG_S,
-        **sampled,  # type: ignore[arg-type]
-    ):
-        stream.take(chunk)
-
-
-class _Streams:
-    """Keeps ``AT_ONCE`` streams open until ``finish``. Two of three are resumable; only these outlive a router."""
-
-    def __init__(self, client: AsyncTailpack, prefix: str, rng: random.Random, expected: dict[Ask, Whole]) -> None:
-        self.ended: list[Stream] = []
-        self.live: dict[str, Stream] = {}
-        self.counts: Counter[str] = Counter()
-        self.router_deaths: list[float] = []
-        self._client = client
-        self._prefix = prefix
-        self._rng = rng
-        self._expected = expected
-        self._numbers = itertools.count()
-        self._finishing = False
-
-    def finish(self) -> None:
-        self._finishing = True
-
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(AT_ONCE):
-                group.create_task(self._caller())
-
-    async def _caller(self) -> None:
-        while not self._finishing:
-            ask, number = self._rng.choice(list(self._expected)), next(self._numbers)
-            stream = Stream(f"{self._prefix}-{number}", ask, self._expected[ask])
-            self.live[stream.request_id] = stream
-            began = time.monotonic()
-            try:
-                await _read(self._client, stream, stream.request_id, resumable=number % 3 != 2)
-            except TailpackError as error:
-                router_died = any(death > began - 1.0 for death in self.router_deaths)
-                if number % 3 != 2 or not router_died or not isinstance(error, Unavailable):
-                    raise AssertionError(
-                        f"{stream.request_id} failed after {len(stream.got)} of {ask.max_tokens} tokens: {error}"
-                    ) from error
-                self.counts["lost with their router"] += 1  # nobody else has them, and their callers know
-            else:
-                assert stream.reason == types_pb2.FINISH_REASON_LENGTH
-                self.ended.append(stream)
-            del self.live[stream.request_id]
-
-
 async def _under_blows(
-    cluster: ClusterProcess, streams: _Streams, num_blows: int, blows: Iterator[Blow], report: Report
+    cluster: ClusterProcess,
+    client: AsyncTailpack,
+    streams: ClientStreams,
+    num_blows: int,
+    blows: Iterator[Blow],
+    report: Report,
 ) -> None:
     reading = asyncio.create_task(streams.run())
-    dealing = asyncio.create_task(_deal(cluster, streams, num_blows, blows, report))
+    dealing = asyncio.create_task(_deal(cluster, client, streams, num_blows, blows, report))
     try:
         await asyncio.wait([dealing, reading], return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
@@ -180,11 +125,18 @@ async def _under_blows(
 
 
 async def _deal(
-    cluster: ClusterProcess, streams: _Streams, num_blows: int, blows: Iterator[Blow], report: Report
+    cluster: ClusterProcess,
+    client: AsyncTailpack,
+    streams: ClientStreams,
+    num_blows: int,
+    blows: Iterator[Blow],
+    report: Report,
 ) -> None:
     going_on: list[asyncio.Task[None]] = []
     while report.blows < num_blows:
         blow = next(blows)
+        if blow.all_up:
+            await _all_up(cluster, client)
         await asyncio.sleep(blow.after_s)
         assert cluster.process.poll() is None, "`up` has ended"
         there = await asyncio.to_thread(processes_of, cluster)
@@ -199,9 +151,29 @@ async def _deal(
             except psutil.NoSuchProcess:
                 continue
             report.hit(name, blow.signum)
+            with cluster.log_file.open("a") as log:
+                log.write(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} chaos: {blow}\n")
             if blow.stop_s:
                 going_on.append(asyncio.create_task(_go_on(process, blow.stop_s)))
     await asyncio.gather(*going_on)
+
+
+async def _all_up(cluster: ClusterProcess, client: AsyncTailpack) -> None:
+    """Waits until the router has every worker, and the store as well."""
+    deadline = time.monotonic() + HANG_S
+    while True:
+        try:
+            workers = await client.list_workers()
+            devices = (await asyncio.to_thread(cluster.kv_stats)).devices
+            told = f"{[(w.address, w.state, w.why) for w in workers]}, {[(d.device, d.worker_id) for d in devices]}"
+            if all(worker.state == "ready" for worker in workers) and (
+                sum(bool(device.worker_id) for device in devices) == len(workers)
+            ):
+                return
+        except TailpackError as away:
+            told = str(away)
+        assert time.monotonic() < deadline, f"not up again: {told}"
+        await asyncio.sleep(0.1)
 
 
 async def _go_on(process: psutil.Process, after_s: float) -> None:

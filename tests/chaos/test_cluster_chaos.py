@@ -1,0 +1,23 @@
+"""20 deaths in a whole cluster at random moments; `make chaos` deals 200."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.cluster_chaos import run
+from tests.chaos.run import CLUSTER, Round
+
+NUM_BLOWS = 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_every_stream_of_a_cluster_is_what_it_would_have_been(tmp_path: Path) -> None:
+    wanted = Round(CLUSTER, random.randrange(1 << 32), NUM_BLOWS)
+    print(f"again: python -m tests.chaos.run --only {wanted}")
+    report = await run(wanted.seed, wanted.blows, tmp_path)
+    print(report)
+    assert report.blows >= NUM_BLOWS
