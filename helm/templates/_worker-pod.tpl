@@ -29,6 +29,7 @@ initContainers:
       - --socket-dir=/run/tailpack/kv
       - --metrics=0.0.0.0:{{ $p.kvstoreMetrics }}
       - --health=0.0.0.0:{{ $p.kvstoreHealth }}
+      - --orphan-timeout={{ int $group.startupSeconds }} # sequences wait for the next worker, which loads the model first
       {{- include "tailpack.lines" (list (include "tailpack.serverTlsArgs" $root) 6) }}
       {{- if include "tailpack.tls" $root }}
       - --tls-client-ca=/etc/tailpack/tls/ca.crt

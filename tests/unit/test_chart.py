@@ -554,6 +554,8 @@ def test_a_start_is_over_when_a_first_token_was_generated() -> None:
     for values, seconds in ((MODEL, 1800), (MODEL + "workerDefaults: {startupSeconds: 61}", 61)):
         workers = container(render(values), "workers")
         assert workers["startupProbe"]["httpGet"]["path"] == "/health/ready"  # worker/shell.py: after warm_up
+        # What a dead worker's sequences are kept for: the next one's start.
+        assert argument(container(render(values), "kvstore"), "--orphan-timeout") == str(seconds)
         wait_s = workers["startupProbe"]["periodSeconds"] * workers["startupProbe"]["failureThreshold"]
         assert seconds <= wait_s < seconds + 10
     # A router that waited for a worker at its start would be ended while a large model is loading.
