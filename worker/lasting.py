@@ -98,6 +98,7 @@ class LastingAttachment:
         self.control = attachment.control
         self.adopted: Sequence[Adopted] = attachment.adopted
         self._slots = {held.slot for held in attachment.adopted}  # that the engine knows
+        self._unknown: list[int] = []  # of those that a new store adopted
 
     @property
     def is_away(self) -> bool:
@@ -119,6 +120,7 @@ class LastingAttachment:
         self._looked = now
         if self._left_s() <= 0 or _listens(self._socket):
             self._reattach()
+            self._lasting(lambda: None)
 
     # --- the calls ---
 
@@ -150,7 +152,8 @@ class LastingAttachment:
 
     def release(self, slots: Sequence[int]) -> int:
         self._slots -= set(slots)
-        control = self.control  # after a loss they are released already, by ``_reattach``
+        # Where they are still there after a loss, nobody knows of them any more, and they go before the call.
+        control = self.control
         return self._lasting(lambda: self._attachment.release(slots) if any(map(control.is_live, slots)) else 0)
 
     # --- without a store ---
@@ -158,6 +161,9 @@ class LastingAttachment:
     def _lasting(self, call: Callable[[], _T]) -> _T:
         for _ in range(MAX_LOSSES):
             try:
+                if self._unknown:
+                    self._attachment.release(self._unknown)
+                    self._unknown = []
                 return call()
             except KvStoreLost:
                 self._notice()
@@ -175,15 +181,15 @@ class LastingAttachment:
         return self._patience_s - (time.monotonic() - self._away_since)
 
     def _reattach(self) -> None:
-        """Waits for a store to take the memory over. What a lost answer opened is given back: nobody knows of it."""
+        """Waits for a store to take the memory over. What a lost answer opened is given back with the next call: nobody
+        knows of it.
+        """
         self._attachment.reattach(max(0.0, self._left_s()))
         assert self._away_since is not None
         log.info("the kvstore is back", epoch=self._attachment.epoch, away_s=time.monotonic() - self._away_since)
         self._away_since = None
         self._told(False)
-        unknown = [held.slot for held in self._attachment.adopted if held.slot not in self._slots]
-        if unknown:
-            self._attachment.release(unknown)
+        self._unknown = [held.slot for held in self._attachment.adopted if held.slot not in self._slots]
 
 
 def _listens(path: Path) -> bool:
