@@ -14,7 +14,7 @@ from protos import router_pb2, types_pb2, worker_pb2
 from protos.errors import DeadlineExceeded, RequestCancelled, TailpackError, Unavailable
 from protos.histogram import Histogram
 from protos.tracing import NoSpan, Span, error_name, request_span
-from router import policy
+from router import account, policy
 from router.admission import Call
 from router.detokenizer import Detokenizer
 from router.prompt_log import prompt_text
@@ -32,8 +32,6 @@ log = structlog.get_logger("router")
 
 JOIN_TIMEOUT_S = 2.0
 """For a worker that is back to say whether it has the sequence."""
-DEADLINE_LAG_S = 0.25
-"""A client that ends its call with no more than this left of the deadline is taken to have met the deadline."""
 
 
 class Answer:
@@ -331,7 +329,14 @@ class Answer:
     # --- the end ---
 
     def _end(self, error: BaseException | None) -> None:
-        outcome, reason = self._outcome(error)
+        outcome, reason = account.outcome(
+            error,
+            self._finish_reason,
+            placed=self._stream is not None,
+            resumable=self._stream is not None and self._stream.resumable,
+            deadline_s=self._deadline_s,
+            remaining_s=self.call.remaining_s(),
+        )
         if self._stream is not None:
             self._stream.leave(delivered=bool(self._finish_reason))
         if self._relay is not None:
@@ -356,38 +361,10 @@ class Answer:
                 span.event("first token", self._relay.pace.first_ns)
             span.end(error=_failure_name(error))
 
-    def _outcome(self, error: BaseException | None) -> tuple[str, str]:
-        """Which counter the request ends in, and why it ended."""
-        if isinstance(error, TailpackError):
-            if isinstance(error, RequestCancelled | DeadlineExceeded):
-                return "cancelled", error.reason
-            return ("failed" if self._stream is not None else "rejected"), error.reason
-        if isinstance(error, Exception):
-            return "failed", type(error).__name__
-        if self._finish_reason:
-            aborted = self._finish_reason == types_pb2.FINISH_REASON_ABORTED
-            return ("cancelled" if aborted else "finished"), _SHORT[self._finish_reason]
-        if _ran_out(self._deadline_s, self.call.remaining_s()):
-            return "cancelled", "DEADLINE_EXCEEDED"
-        if self._stream is not None and self._stream.resumable:
-            return "cancelled", "DETACHED"  # it runs on without this call
-        return "cancelled", "CLIENT_GONE"
-
     def _account(self, outcome: str, reason: str) -> None:
         """Counts the request, and logs its one line."""
         total_ns = time.monotonic_ns() - self._started_ns
         self._count(outcome, reason, total_ns)
-        relay, tokenized_ns = self._relay, self._tokenized_ns
-        usage = timings = ttft_ns = itl_mean_ns = itl_max_ns = None
-        num_tokens = 0
-        if relay is not None:
-            num_tokens, pace = relay.num_tokens, relay.pace
-            if pace.first_ns is not None:
-                ttft_ns = pace.first_ns - self._started_ns
-            if num_tokens > 1:
-                itl_mean_ns, itl_max_ns = pace.mean_gap_ns(num_tokens), pace.longest_gap_ns
-            if relay.last_output is not None:
-                usage, timings = relay.last_output.usage, relay.last_output.timings
         log.info(
             self.event,
             request_id=self.call.request_id,
@@ -398,19 +375,11 @@ class Answer:
             outcome=outcome,
             reason=reason,
             prompt_tokens=self._num_prompt_tokens,
-            cached_tokens=usage.cached_prompt_tokens if usage else None,
-            prefix_exact=usage.prefix_exact if usage else None,
-            output_tokens=num_tokens,
             retries=self._num_retries,
             recovered=",".join(self._recovery.outcomes) or None if self._recovery is not None else None,
-            tokenize_ms=None if tokenized_ns is None else _ms(tokenized_ns - self._started_ns),
-            queue_ms=None if timings is None else _ms(timings.queue_ns),
-            prefill_ms=None if timings is None else _ms(timings.prefill_ns),
-            decode_ms=None if timings is None else _ms(timings.decode_ns),
-            ttft_ms=None if ttft_ns is None else _ms(ttft_ns),
-            itl_mean_ms=None if itl_mean_ns is None else _ms(itl_mean_ns),
-            itl_max_ms=None if itl_max_ns is None else _ms(itl_max_ns),
-            total_ms=_ms(total_ns),
+            **account.numbers(
+                self._relay, started_ns=self._started_ns, tokenized_ns=self._tokenized_ns, total_ns=total_ns
+            ),
             traceparent=self.call.traceparent or None,
             **({"prompt": prompt_text(self._request)} if self._requests.log_prompts else {}),
         )
@@ -433,20 +402,4 @@ def _failure_name(error: BaseException | None) -> str | None:
     return error_name(error) if isinstance(error, Exception) else None
 
 
-def _ran_out(deadline_s: float | None, remaining_s: float | None) -> bool:
-    """Whether a call that the client ended was ended by its deadline; both in seconds, None without a deadline.
-
-    The client's clock runs out first: it started earlier, by the way here, and gRPC rounds up what it sends, by 1% at
-    most.
-    """
-    if deadline_s is None or remaining_s is None:
-        return False
-    return remaining_s <= 0.01 * deadline_s + min(DEADLINE_LAG_S, deadline_s / 4)
-
-
 _NOWHERE, _NOBODY = policy.Placement(0, 0), types_pb2.WorkerInfo()
-_SHORT = {number: name.removeprefix("FINISH_REASON_") for name, number in types_pb2.FinishReason.items()}
-
-
-def _ms(ns: int) -> float:
-    return round(ns / 1e6, 2)

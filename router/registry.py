@@ -40,7 +40,7 @@ ADOPT = "adopt"
 """The feature of workers that go on with their predecessor's sequences, and report once a second whatever they do."""
 EMITTED = "emitted_token_ids"
 """The feature of workers that go on behind tokens that were emitted elsewhere."""
-SILENT_S = 5.0
+SILENT_S = 10.0
 """Without a message for so long, a worker that reports once a second is taken to be gone. One that was killed is known
 at once, by its connection; one that is stopped its store kills; so this is for what gRPC's keepalive sees in 15 s."""
 

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.errors import TailpackError
-from router import admission, generation, registry, relay
+from router import account, admission, generation, registry, relay
 from router.client import PREFIX_REUSE, AsyncTailpack, build_request
 from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
@@ -560,7 +560,7 @@ async def test_the_log_tells_a_deadline_from_a_client_that_left(folder: Path, ti
 def test_a_deadline_counts_as_met_within_the_way_and_the_rounding(
     deadline_s: float | None, remaining_s: float | None, ran_out: bool
 ) -> None:
-    assert generation._ran_out(deadline_s, remaining_s) is ran_out
+    assert account.ran_out(deadline_s, remaining_s) is ran_out
 
 
 async def test_cancel_rpc_ends_own_requests_of_the_same_tenant_only(folder: Path) -> None:
