@@ -24,6 +24,7 @@ class Holder:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._pidfd = -1
+        self._killed = False
         if pid:
             try:
                 self._pidfd = os.pidfd_open(pid)
@@ -50,14 +51,15 @@ class Holder:
             return False
 
     def kill(self) -> bool:
-        """SIGKILL; False where it could not be sent. Never to this process itself: it can trust what it does."""
-        if self.is_gone() or self.pid == os.getpid():
+        """SIGKILL; False where it was sent before, or could not be. Never to this process itself: it can be trusted."""
+        if self._killed or self.is_gone() or self.pid == os.getpid():
             return False
         try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         except OSError as failure:
             log.error("a suspect could not be killed", pid=self.pid, error=str(failure))
             return False
+        self._killed = True
         return True
 
     async def wait(self, timeout_s: float) -> bool:
