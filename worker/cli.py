@@ -108,6 +108,7 @@ def deepseek_v4_options(command: Any) -> Any:
     help="Memory of each worker's KV cache.  [default: what is free, at most 1G; on a GPU 16G]",
 )
 @click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs.")
+@advanced_option("--decode-graphs", is_flag=True, help="On GPUs: decode from CUDA graphs; not measured in service yet.")
 @advanced_option("--name", help="What callers ask for.  [default: the model's]")
 @advanced_option("--dtype", metavar=_DTYPES, help=f"Of weights, activations and KV.  {_DTYPE_DEFAULT}")
 @click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept.")
@@ -233,6 +234,7 @@ def one_worker_options(command: Any) -> Any:
         click.option("--model", required=True, help="As for `tailpack up`."),
         click.option("--kv-socket", required=True, type=click.Path(path_type=Path), help="The kvstore's socket."),
         click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs."),
+        advanced_option("--decode-graphs", is_flag=True, help="As for `tailpack up`."),
         advanced_option("--name", help="What callers ask for.  [default: the model's]"),
         advanced_option("--dtype", metavar=_DTYPES, help=f"Of weights and KV.  {_DTYPE_DEFAULT}"),
         click.option("--kv-mode", default="dense", show_default=True, metavar=_KV_MODES, help="How KV pages are kept."),

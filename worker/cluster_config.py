@@ -47,6 +47,7 @@ class ClusterConfig:
     workers: int = 1
     kv_bytes: int | None = None
     deterministic: bool = False
+    decode_graphs: bool = False
     dtype: str = "float32"
     kv_mode: str = "dense"
     kv_preset: str = ""
@@ -150,6 +151,7 @@ class ClusterConfig:
             "max_sequence_tokens": self.max_sequence_tokens,
             "prefill_chunk": self.prefill_chunk,
             "deterministic": self.deterministic,
+            "decode_graphs": self.decode_graphs,
             "device": self.gpus[index].device if self.gpus else f"cpu:{index}",
             "threads": self.threads or max(1, cores // self.workers),
         }

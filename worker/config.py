@@ -52,6 +52,8 @@ class WorkerConfig:
         prefill_chunk: prompt tokens that one step may compute. In deterministic mode it counts in whole spans of 128
             tokens, at least one, and does not change any result.
         deterministic: results of a sequence do not depend on its batch mates (DESIGN.md 3.5).
+        decode_graphs: steps that decode only run from CUDA graphs, sampling included, with kernels of their own that no
+            recorded run vouches for yet. Llama family on a GPU, not in deterministic mode; elsewhere it is refused.
         drafts: tokens that the model's MTP block guesses for each step to check, of greedy sequences; 0: none. It
             changes no token.
         device: "cpu:0"; or a GPU, "cuda:0" or "cuda:GPU-<uuid>". By its index it is what CUDA_VISIBLE_DEVICES makes of
@@ -80,6 +82,7 @@ class WorkerConfig:
     max_sequence_tokens: int = 0
     prefill_chunk: int = 256
     deterministic: bool = False
+    decode_graphs: bool = False
     drafts: int = 0
     device: str = "cpu:0"
     threads: int = 0
@@ -108,6 +111,14 @@ class WorkerConfig:
                 given="checkpoints 0",
                 allowed="checkpoints 1 or more",
                 hint="leave checkpoints out, or send requests with prefix_reuse none",
+            )
+        if self.decode_graphs and (self.deterministic or not self.on_gpu):
+            raise ConfigError(
+                "decode_graphs would not engage",
+                reason="DECODE_GRAPHS_NOT_ENGAGED",
+                given=f"device {self.device}, deterministic {self.deterministic}",
+                allowed="a GPU, without deterministic mode",
+                hint="leave decode_graphs out",
             )
         for name in ("name", "worker_id"):
             if not getattr(self, name):

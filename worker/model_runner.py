@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import structlog
 import torch
 
-from protos.errors import PreconditionFailed
-from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
+from protos.errors import ConfigError, PreconditionFailed
+from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch, rows_alone
+from worker.decode_graphs import DecodeGraphs
+from worker.decode_rows import DecodeRows
 from worker.families import Network
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView, Workspace
@@ -20,7 +23,10 @@ from worker.models.deepseek_v4_kv_rows import KvRows
 from worker.models.gpu_attention import GpuAttention
 from worker.models.layers import Tiles
 from worker.models.llama import Llama
+from worker.sampler import Drawn
 from worker.scheduler import Work
+
+log = structlog.get_logger("engine")
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Step:
     """What a step computed.
 
     Attributes:
-        logits: [S, vocab_size] float32 of the work that wants them, in order, in host memory.
+        logits: [S, vocab_size] float32 of the work that wants them, in order, in host memory; none where ``drawn``.
         workspace: KV rows of prefill spans, of groups with a tail.
         workspace_rows: of each work, where its rows begin in the workspace; -1: they are in the tail.
         batch: its rows. streams: what an MTP block reads of each of them; None of models that can have none.
@@ -39,6 +45,7 @@ class Step:
     workspace_rows: tuple[int, ...]
     batch: Batch
     streams: torch.Tensor | None = None
+    drawn: tuple[Drawn, ...] | None = None  # of that work, drawn on the device by a captured step
 
 
 class ModelRunner:
@@ -47,8 +54,10 @@ class ModelRunner:
     Args:
         pages: of ``kv``, where it lies on a GPU: then the kernels compute there, and are loaded here.
         max_sequences, max_sequence_tokens: the largest step; a GPU's workspaces are made for it.
+        decode_graphs: steps of decode rows alone run from CUDA graphs, captured here (seconds).
 
     Raises (constructor):
+        ConfigError: DECODE_GRAPHS_NOT_ENGAGED, they are asked for where there are none.
         PreconditionFailed: NOT_DETERMINISTIC, see ``check_tiles``; deterministic mode only.
         KernelError: what ``GpuAttention`` raises.
     """
@@ -62,7 +71,17 @@ class ModelRunner:
         deterministic: bool,
         max_sequences: int,
         max_sequence_tokens: int,
+        decode_graphs: bool = False,
     ) -> None:
+        self._decode: DecodeRows | None = None
+        if decode_graphs and (deterministic or pages is None or not isinstance(network, Llama)):
+            raise ConfigError(
+                "decode_graphs would not engage",
+                reason="DECODE_GRAPHS_NOT_ENGAGED",
+                given=f"{type(network).__name__} on {network.device}, deterministic {deterministic}",
+                allowed="the llama family on a GPU, without deterministic mode",
+                hint="leave decode_graphs out",
+            )
         self._network = network
         self._kv = kv
         self._deterministic = deterministic
@@ -80,6 +99,16 @@ class ModelRunner:
                         max_sequence_tokens=max_sequence_tokens,
                     )
                     on_gpu.load()
+                    if decode_graphs:
+                        graphs = DecodeGraphs(
+                            network,
+                            kv,
+                            on_gpu,
+                            max_sequences=max_sequences,
+                            max_sequence_tokens=max_sequence_tokens,
+                        )
+                        graphs.capture(_tell_progress)
+                        self._decode = DecodeRows(graphs)
                 pages.load()
 
     @property
@@ -88,6 +117,12 @@ class ModelRunner:
 
     def run(self, work: Sequence[Work]) -> Step:
         """Computes all work: decode rows are in their tails or pages afterwards, prefill rows in pages or workspace."""
+        if self._decode is not None and self._decode.takes(work):
+            with _current(self._network.device):
+                tokens = self._decode.run(work)
+            drawn = tuple(Drawn(token, None) for token in tokens)
+            alone = rows_alone(tokens, [w.sequence.num_computed for w in work])
+            return Step(torch.empty(0), Workspace(), alone.workspace_of_work, alone, drawn=drawn)
         spans = [
             SpanWork(
                 token_ids=w.token_ids,
@@ -115,6 +150,10 @@ class ModelRunner:
             streams = network.streams(batch, KvRows(self._kv, workspace, batch))
             return network.logits(streams, batch), streams
         return network.forward(batch, self._kv, workspace, self._attend), None
+
+
+def _tell_progress(number: int, of: int) -> None:
+    log.info("capturing decode steps", captured=number, of=of)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

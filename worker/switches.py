@@ -38,6 +38,7 @@ def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[t
         ),
         _switch("dense-layers", f"first {first}, last {last}" if first or last else "off", bool(packed)),
         _switch("deterministic", _on(config.deterministic), config.deterministic),
+        _switch("decode-graphs", _on(config.decode_graphs), bool(arch)),
         types_pb2.Switch(
             name="prefix-reuse",
             configured="only where a request asks" if config.deterministic else "any",

@@ -1,0 +1,108 @@
+"""The engine over captured decode steps against the engine without: whole lives of sequences, over the CUDA sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import ConfigError
+from tests.kernels.emulator import needs_compiler
+from tests.unit.emulated_step import BUILT, EmulatedStep
+from tests.unit.gpu_pair import MODES, prompt
+from tests.unit.test_decode_graphs import SHAPE
+from tests.unit.tiny import Harness, config_for, request, write_model
+from worker import engine as engine_module
+from worker import model_runner
+from worker.decode_graphs import DecodeGraphs
+from worker.decode_rows import DecodeRows
+from worker.sampler import sample
+
+pytestmark = [needs_compiler, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    BUILT.clear()
+    yield tmp_path_factory.mktemp("step")
+    BUILT.clear()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> Callable[..., tuple[Harness, Harness]]:
+    """The same engine without and with captured steps."""
+    EmulatedStep(monkeypatch, folder)
+    monkeypatch.setattr(model_runner, "DecodeGraphs", partial(DecodeGraphs, buckets=(1, 2)))
+
+    def make(**settings: Any) -> tuple[Harness, Harness]:
+        path = write_model(tmp_path / "model", seed=5, **SHAPE)
+        settings = {"dtype": "float16", "device": "cuda:0", "prefill_chunk": 256, "max_running": 4, **settings}
+        return Harness.load(path, **settings), Harness.load(path, decode_graphs=True, **settings)
+
+    return make
+
+
+def rows_of(harness: Harness) -> DecodeRows:
+    decode: DecodeRows | None = harness.engine._runner._decode
+    assert decode is not None
+    return decode
+
+
+@pytest.mark.parametrize("mode", ["dense", "tq4"])
+def test_sequences_of_different_lengths_come_and_go(pair: Callable[..., tuple[Harness, Harness]], mode: str) -> None:
+    """Through page ends, seals, ends of sequences, and others that start meanwhile in rows of their own."""
+    plain, captured = pair(**MODES[mode])
+    requests = [request(f"r{i}", prompt(i, length), tokens) for i, (length, tokens) in enumerate(_LIVES)]
+    want = plain.run(*requests)
+    assert captured.run(*requests) == want
+    rows = rows_of(captured)
+    # In steps with a prompt's chunk all go the other way, and enter anew behind it.
+    assert len(requests) <= rows.num_entered <= 4 * len(requests)
+    assert len(rows._rows) <= 4 and rows._rows.keys() == {*rows._row_of.values()}
+
+
+_LIVES = ((120, 20), (3, 9), (270, 12), (30, 4), (14, 16), (250, 30))
+
+
+def test_sampled_sequences_and_those_that_want_logprobs(
+    pair: Callable[..., tuple[Harness, Harness]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, captured = pair()
+    requests = [
+        request("a", prompt(1, 20), 9, temperature=0.9, seed=7, top_k=20, repetition_penalty=1.2),
+        request("b", prompt(2, 30), 5, logprobs=2),
+        request("c", prompt(3, 10), 12),
+    ]
+    want = plain.run(*requests)
+    drawn_by_host = []
+
+    def counted(logits: Any, draws: Any) -> Any:
+        drawn_by_host.append(len(draws))
+        return sample(logits, draws)
+
+    monkeypatch.setattr(engine_module, "sample", counted)
+    assert captured.run(*requests) == want
+    # Steps with b in them, and prompts, draw on the host; the others do not.
+    assert 0 < sum(drawn_by_host) < sum(len(tokens) for tokens in want.values())
+
+
+def test_a_rollback_enters_anew(pair: Callable[..., tuple[Harness, Harness]]) -> None:
+    tokens = []
+    for harness in pair():
+        harness.engine._emit = lambda result: None  # offsets go back with a rollback
+        harness.engine.submit(request("r", prompt(1, 40), 999))
+        harness.step(8)
+        (sequence,) = harness.engine._running
+        harness.engine.truncate(sequence, 42, next_token=7)
+        harness.step(6)
+        tokens.append(list(sequence.token_ids))
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("settings", [{"device": "cpu:0"}, {"device": "cuda:0", "deterministic": True}])
+def test_graphs_that_would_not_engage_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="decode_graphs would not engage"):
+        config_for(tmp_path, decode_graphs=True, **settings)
