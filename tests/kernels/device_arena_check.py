@@ -14,7 +14,6 @@ Exit status: 0 all passed, 1 a check failed, 2 this machine cannot run it (no GP
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import select
@@ -29,14 +28,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 import torch
 
 from kvstore import client
 from kvstore.geometry import CacheGeometry, LayerGroup, Region, apply_mode
-from kvstore.server import SOCKET_NAME, serve
-from protos import logs
+from kvstore.server import SOCKET_NAME
 from protos.errors import TailpackError
 from worker.device_memory import DeviceArena, DeviceMemory
 from worker.gpu import Gpu, find_gpu, free_bytes, memory_of, visible_gpus
@@ -71,11 +70,11 @@ class Findings:
 
 
 class Process:
-    """This script in another role; it answers each line with a line of JSON."""
+    """A process that says lines of JSON: this script as a worker, which answers each line; or the product's kvstore."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *command: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
 
     def answer(self) -> dict[str, Any]:
@@ -111,11 +110,6 @@ class Process:
 
 
 # --- the roles ---
-
-
-def store(folder: str) -> None:
-    logs.configure("kvstore")
-    asyncio.run(serve(Path(folder), memory_limit=None, on_ready=lambda address, _metrics: _say(ready=address)))
 
 
 class Memory(DeviceMemory):
@@ -250,7 +244,7 @@ def _say(**what: Any) -> None:
 def check(gpu: Gpu, num_bytes: int, findings: Findings) -> None:
     at_start = free_bytes(gpu)
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
-        with Process("--as-store", folder) as running:
+        with Process("-m", "protos.cli", "kvstore", "serve", "--socket-dir", folder) as running:
             running.answer()
             _lives(gpu, folder, num_bytes, at_start, running.process.pid, findings)
             _store_killed(gpu, folder, num_bytes, running, findings)
@@ -335,7 +329,7 @@ def _store_killed(gpu: Gpu, folder: str, num_bytes: int, running: Process, findi
 
 @contextmanager
 def _worker(gpu: Gpu, folder: str, num_bytes: int) -> Iterator[Process]:
-    with Process("--as-worker", folder, gpu.device, str(num_bytes)) as process:
+    with Process(str(Path(__file__).resolve()), "--as-worker", folder, gpu.device, str(num_bytes)) as process:
         yield process
 
 
@@ -365,12 +359,8 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=20.0, help="of pages")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--as-store", nargs=1, help=argparse.SUPPRESS)
     parser.add_argument("--as-worker", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.as_store:
-        store(*asked.as_store)
-        return 0
     if asked.as_worker:
         folder, device, arena_bytes = asked.as_worker
         worker(folder, device, int(arena_bytes))

@@ -51,7 +51,7 @@ CORNERS = {
     "zero rows first": Case(lengths=(400, 900), zero_rows=200),
     "softcap": Case(lengths=(900, 1200), softcap=5.0, drift=1.0),
     "uneven rows": Case(lengths=(900, 1200, 5000), uneven=6.0, sm_scale=1e-9),
-    "some tiles uneven": Case(lengths=(900, 1200), uneven=1.3, sm_scale=0.01),
+    "some tiles uneven": Case(lengths=(900, 1200), uneven=1.3, sm_scale=1e-3),
     "uneven rows, window": Case(lengths=(900, 700), uneven=6.0, sm_scale=1e-9, window=300, num_queries=3, group=16),
     "uneven rows, softcap": Case(lengths=(900, 1200), uneven=4.0, sm_scale=1e-5, softcap=5.0),
     "tiny rows": Case(lengths=(900, 400), norm=1e-8, sm_scale=1e6),
