@@ -28,8 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
@@ -41,6 +40,7 @@ from worker.device_memory import DeviceArena, DeviceMemory
 from worker.gpu import Gpu, find_gpu, free_bytes, memory_of, visible_gpus
 from worker.kv_view import KvView
 
+ROOT = Path(__file__).resolve().parents[2]
 ANSWER_TIMEOUT_S = 120.0
 PIECE_BYTES = 256 << 20  # filled and compared at once
 SLACK_BYTES = 64 << 20  # of free memory, for what the driver keeps for itself
