@@ -54,8 +54,7 @@ def test_entry_sizes_and_offsets_are_frozen() -> None:
     ]
     slot: Any = SLOT_DTYPE.fields or {}
     assert [
-        slot[name][1]
-        for name in ("logged", "committed", "packed", "saved", "state", "num_prompt_tokens", "request_id")
+        slot[name][1] for name in ("logged", "committed", "packed", "saved", "state", "num_prompt_tokens", "request_id")
     ] == [0, 8, 16, 24, 64, 100, 128]
     group: Any = SEQUENCE_GROUP_DTYPE.fields or {}
     assert [group[name][1] for name in ("base", "tail_slot", "lossy_end", "ahead_end", "worst", "prompt_end")] == [
