@@ -212,8 +212,10 @@ class Recovery:
         self._end("lost")
         if isinstance(self._first, KvLost):
             return self._first
+        given_up = self._num_failures >= MAX_FAILURES
+        why = "so were those that took over" if given_up else f"no worker took over within {self._wait_s:g} s"
         return WorkerLost(
-            f"{self._first.message}; no worker took the sequence over within {self._wait_s:g} s",
+            f"{self._first.message}; {why}",
             given=self._first.given if self._last is self._first else str(self._last)[:500],
             hint="send the request again",
             retry_after_ms=500,

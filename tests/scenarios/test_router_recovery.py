@@ -290,8 +290,8 @@ async def test_a_request_that_takes_every_worker_down_is_given_up(folder: Path) 
             await until(lambda back=back: back.active)  # type: ignore[misc]
             assert not reading.done()
         await back.stop()
-        with pytest.raises(errors.WorkerLost):
-            await asyncio.wait_for(reading, LONG_S)
+        with pytest.raises(errors.WorkerLost, match="so were those"):
+            await asyncio.wait_for(reading, LONG_S / 2)
 
 
 async def test_more_tokens_than_are_kept_are_not_computed_again(folder: Path, text_ids: list[int]) -> None:
