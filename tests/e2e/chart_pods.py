@@ -147,7 +147,7 @@ class ChartCluster:
         first, each with the pod's grace, and then starts them again.
         """
         pod, spec = self.pods[name], self._templates[name]["spec"]
-        told = {each["name"]: each for each in spec["containers"]}
+        told = {each["name"]: each for each in (*spec["containers"], *spec.get("initContainers", []))}
         old = [pod.containers[each] for each in containers]
         self._syncing.add(name)
         for container in old:
