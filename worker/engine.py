@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 
 import structlog
 import torch
@@ -33,6 +34,7 @@ from protos.errors import (
 from protos.page_hash import PAGE_TOKENS
 from worker.adoption import plan_adoption
 from worker.config import WorkerConfig
+from worker.ended import Ended
 from worker.gpu_kernels import naming_kernels
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView
@@ -125,6 +127,7 @@ class Engine:
         self._inbox: list[Sequence] = []
         self._known: dict[str, Sequence] = {}  # every sequence that has not finished, by request id
         self._to_abort: list[Sequence] = []
+        self._to_let_go: list[str] = []  # owners
         self._refusals: list[Output] = []
         self._num_unsaid = 0  # sequences that have finished and whose last output is not emitted yet
         self._load = Load()
@@ -132,6 +135,7 @@ class Engine:
         # The engine thread's own.
         self._waiting = Waiting()
         self._running: list[Sequence] = []  # oldest first
+        self._ended = Ended(self._held)
         self._outputs: list[Output] = []
         self._admission_blocked = False  # the oldest waiting sequence was refused, and nothing has changed since
         self._counters = Load()
@@ -269,6 +273,12 @@ class Engine:
             self._to_abort += [s for s in self._known.values() if s.request.owner == owner]
         self._wake.set()
 
+    def let_go(self, owner: str) -> None:
+        """The caller of this owner's resumable sequence has all of it, or waits no more."""
+        with self._lock:
+            self._to_let_go.append(owner)
+        self._wake.set()
+
     def stop_because(self, error: TailpackError) -> None:
         """Ends all sequences with ``error`` and stops the engine: for what only others notice, as the kvstore's end."""
         with self._lock:
@@ -344,7 +354,7 @@ class Engine:
 
     def _has_work(self) -> bool:
         with self._lock:
-            inbox = bool(self._inbox or self._to_abort or self._refusals or self._stop_error)
+            inbox = bool(self._inbox or self._to_abort or self._to_let_go or self._refusals or self._stop_error)
         return inbox or bool(self._running or self._waiting)
 
     def _wait(self) -> None:
@@ -396,12 +406,15 @@ class Engine:
             arrived, self._inbox = self._inbox, []
             self._waiting += arrived
             to_abort, self._to_abort = self._to_abort, []
+            to_let_go, self._to_let_go = self._to_let_go, []
             self._outputs += self._refusals
             self._counters.sequences_failed += len(self._refusals)
             self._refusals.clear()
         for sequence in to_abort:
             if not sequence.finished:
                 self._finish(sequence, types_pb2.FINISH_REASON_ABORTED)
+        for owner in to_let_go:
+            self._ended.let_go(owner)
         for sequence in arrived:
             if not sequence.finished:
                 self._end_if_whole(sequence)
@@ -415,6 +428,7 @@ class Engine:
         """Oldest first, and nobody overtakes: else a large sequence would wait for ever behind small ones."""
         while self._waiting and len(self._running) < self._config.max_running and not self._admission_blocked:
             sequence = self._waiting[0]
+            self._make_slot()
             reuse, exact_only = self._reuse(sequence)
             try:
                 refused = self._held.open(sequence, self._first_promise(sequence), reuse=reuse, exact_only=exact_only)
@@ -435,6 +449,8 @@ class Engine:
                     hint="ask for fewer max_tokens, or give the worker more memory: --kv-bytes",
                 )
                 self._finish(sequence, types_pb2.FINISH_REASON_ERROR, error)
+            elif self._ended.make_room():
+                continue
             elif not self._running:
                 # The memory is this attachment's alone, and what a sequence held is released before its last word.
                 raise InternalError(
@@ -442,6 +458,11 @@ class Engine:
                 )
             else:
                 self._admission_blocked = True
+
+    def _make_slot(self) -> None:
+        """For one more to run; a slot beside all those stays free."""
+        while len(self._running) + len(self._ended) >= self._config.max_running and self._ended.make_room():
+            pass
 
     def _first_promise(self, sequence: Sequence) -> int:
         """Tokens that pages are promised for at the start. What was dropped once comes back with its worst case."""
@@ -464,7 +485,8 @@ class Engine:
         """
         for w in work:
             while w.sequence in self._running and w.end > w.sequence.num_promised:
-                if not self._held.grow(w.sequence, min(w.sequence.max_total_tokens, w.end + GROWTH_TOKENS)):
+                most = min(w.sequence.max_total_tokens, w.end + GROWTH_TOKENS)
+                if not self._held.grow(w.sequence, most) and not self._ended.make_room():
                     self._drop(self._running[-1])
         return [w for w in work if w.sequence in self._running]
 
@@ -562,6 +584,7 @@ class Engine:
                 raise _duplicate(request_id)
         if len(self._running) >= self._config.max_running:
             return None
+        self._make_slot()
         child = self._held.fork(sequence, request_id)
         if child is not None:
             child.submitted_ns, child.num_dropped = time.monotonic_ns(), 0
@@ -593,8 +616,12 @@ class Engine:
         try:
             if sequence in self._running:
                 self._running.remove(sequence)
-                self._held.release(sequence, keep=error is None)
                 self._admission_blocked = False
+                whole = error is None and reason != types_pb2.FINISH_REASON_ABORTED
+                if whole and sequence.request.resumable is not None:
+                    self._ended.add(sequence)
+                else:
+                    self._held.release(sequence, keep=error is None)
         finally:
             if reason == types_pb2.FINISH_REASON_ABORTED:
                 self._counters.sequences_aborted += 1
@@ -626,6 +653,9 @@ class Engine:
                 self._finish(sequence, types_pb2.FINISH_REASON_ERROR, bystander if innocent else error)
             except TailpackError as lost:  # the store frees it with the attachment
                 log.warning("not released", request_id=sequence.request.request_id, why=str(lost))
+        with suppress(TailpackError):
+            while self._ended.make_room():
+                pass
         self._waiting.clear()
         self._publish()
         if failed and self._on_failed is not None:

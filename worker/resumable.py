@@ -68,6 +68,7 @@ class Answer:
     num_prompt_tokens: int
     num_bytes: int  # of its log: while it runs all it may come to, afterwards what it is
     abort: Callable[[], object]  # tells the engine
+    let_go: Callable[[], object]  # tells it that nobody waits for what ended
     token_ids: array[int]
     grace_s: float = 0.0
     logprobs_from: int = 0  # the first token whose logprobs can be here: those before were emitted elsewhere
@@ -183,7 +184,14 @@ class Answers:
     def holds(self, request_id: str) -> bool:
         return request_id in self._by_id
 
-    def open(self, submit: worker_pb2.Submit, owner: str, abort: Callable[[], object], reader: Reader) -> Subscription:
+    def open(
+        self,
+        submit: worker_pb2.Submit,
+        owner: str,
+        abort: Callable[[], object],
+        reader: Reader,
+        let_go: Callable[[], object] = lambda: None,
+    ) -> Subscription:
         """Takes in a resumable submission, before the engine does, and subscribes its session to it.
 
         Returns:
@@ -206,13 +214,21 @@ class Answers:
             request_id=submit.request_id, tenant=submit.tenant, sampling=submit.sampling, resumable=submit.resumable
         )
         emitted = array("I", submit.emitted_token_ids)
-        answer = Answer(kept, owner, len(submit.prompt_token_ids), _most_bytes(submit), abort, emitted)
+        answer = Answer(kept, owner, len(submit.prompt_token_ids), _most_bytes(submit), abort, let_go, emitted)
         answer.grace_s, answer.logprobs_from = submit.resumable.grace_ms / 1000, len(emitted)
         self._make_room(answer.num_bytes)
         self._add(answer)
         return self._subscribe(answer, submit.request_id, reader, len(emitted))
 
-    def adopt(self, request: Request, emitted: Iterable[int], abort: Callable[[], object], *, grace_s: float) -> None:
+    def adopt(
+        self,
+        request: Request,
+        emitted: Iterable[int],
+        abort: Callable[[], object],
+        let_go: Callable[[], object] = lambda: None,
+        *,
+        grace_s: float,
+    ) -> None:
         """Takes in a sequence of an earlier life of this worker. Nobody is subscribed to it yet.
 
         Args:
@@ -222,7 +238,7 @@ class Answers:
         """
         submit = replace(request, prompt=(), emitted=()).to_proto()
         size = _most_bytes(submit)
-        answer = Answer(submit, request.owner, len(request.prompt), size, abort, array("I", emitted))
+        answer = Answer(submit, request.owner, len(request.prompt), size, abort, let_go, array("I", emitted))
         answer.grace_s = submit.resumable.grace_ms / 1000 if answer.is_resumable else grace_s
         answer.logprobs_from, answer.adopted = len(answer.token_ids), request
         answer.idle_since = self._clock()
@@ -252,7 +268,9 @@ class Answers:
     def leave(self, subscription: Subscription, *, delivered: bool = False) -> None:
         """Ends a subscription; with the last one the grace time begins."""
         answer = subscription.answer
-        answer.was_delivered |= delivered and subscription.told_end
+        if delivered and subscription.told_end and not answer.was_delivered:
+            answer.was_delivered = True
+            answer.let_go()
         answer.subscriptions.discard(subscription)
         if answer.subscriptions:
             return
@@ -363,6 +381,8 @@ class Answers:
 
     def _forget(self, answer: Answer) -> None:
         """Nobody finds it from here on. Who is subscribed reads on to its end."""
+        if not answer.is_forgotten and answer.last is not None:
+            answer.let_go()
         answer.is_forgotten = True
         if self._by_id.get(answer.submit.request_id) is answer:
             del self._by_id[answer.submit.request_id]

@@ -168,10 +168,15 @@ class SequenceKv:
 
     def release(self, ended: Seq, *, keep: bool) -> None:
         """Gives up what a sequence holds. ``keep``: its tails are kept first, for a next turn to go on exactly."""
-        self._look_at_mode(ended)
-        if keep and ended.num_computed:
-            self._keep_tails(ended, "turn_end")
+        if keep:
+            self.keep_turn(ended)
         self._attachment.release([ended.slot])
+
+    def keep_turn(self, ended: Seq) -> None:
+        """Keeps what a next turn goes on from."""
+        self._look_at_mode(ended)
+        if ended.num_computed:
+            self._keep_tails(ended, "turn_end")
 
     def too_large(self, num_tokens: int) -> LayerGroup | None:
         """The group whose arena a sequence of so many tokens outgrows."""

@@ -190,7 +190,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def _open(self, submit: worker_pb2.Submit, owner: str, session: RouterSession) -> bool:
         """Subscribes the session to a resumable submission; whether the engine has yet to be told of it."""
         abort = partial(self._engine.abort, submit.request_id, owner=owner)
-        subscription = self._answers.open(submit, owner, abort, session)
+        subscription = self._answers.open(submit, owner, abort, session, partial(self._engine.let_go, owner))
         session.subscribed(subscription)
         return subscription.answer.owner == owner
 

@@ -190,7 +190,8 @@ def _adopt(engine: Engine, sessions: Sessions, config: WorkerConfig) -> None:
         request = sequence.request
         abort = partial(engine.abort, request.request_id, owner=request.owner)
         emitted = sequence.token_ids[sequence.num_prompt :]
-        sessions.answers.adopt(request, emitted, abort, grace_s=config.adopt_grace_s)
+        let_go = partial(engine.let_go, request.owner)
+        sessions.answers.adopt(request, emitted, abort, let_go, grace_s=config.adopt_grace_s)
 
 
 def _attach(config: WorkerConfig, device: str, model: Model) -> Attachment:

@@ -103,6 +103,7 @@ async def test_a_left_subscription_says_so_once_and_is_quiet() -> None:
         s.engine.step(tokens(await submitted(s, 1), 0, 9))
         assert [o.request_id for o in (await read_step(call)).sequences] == ["next"]
         assert s.service._answers.num_owed == 0 and not s.engine.aborted
+        assert s.engine.let_go_of == [request.owner], "its caller has all of it"
 
 
 async def test_find_tells_routers_what_they_need_and_foreign_tenants_nothing() -> None:

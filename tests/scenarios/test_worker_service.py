@@ -31,6 +31,7 @@ class ScriptedEngine:
     submitted: list[Request] = field(default_factory=list)
     aborted: list[tuple[str, str | None, str | None]] = field(default_factory=list)
     owners_aborted: list[str] = field(default_factory=list)
+    let_go_of: list[str] = field(default_factory=list)
 
     def submit(self, request: Request) -> None:
         self.submitted.append(request)
@@ -41,6 +42,9 @@ class ScriptedEngine:
 
     def abort_owner(self, owner: str) -> None:
         self.owners_aborted.append(owner)
+
+    def let_go(self, owner: str) -> None:
+        self.let_go_of.append(owner)
 
     def load(self) -> Load:
         return Load(num_running=len(self.submitted), pages_total=7)

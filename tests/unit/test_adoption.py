@@ -18,6 +18,7 @@ import torch
 
 from kvstore.answers import Adopted
 from protos import types_pb2 as pb
+from protos import worker_pb2
 from tests.unit.deepseek_v4_engine import Reference
 from tests.unit.deepseek_v4_tiny import tiny_config
 from tests.unit.lives import Lives
@@ -250,6 +251,52 @@ def test_a_tail_that_was_being_overwritten_is_brought_back(
     lives.points.kill = kill
     assert lives.run(*asked) == expected
     assert lives.killed_at == ["after _to_ring"] and lives.num_lost_tokens == 0
+
+
+# --- what has ended ---
+
+
+LASTING = worker_pb2.Resumable(grace_ms=60_000, request_digest=b"d")
+
+
+def test_an_answer_that_its_caller_lacks_outlives_its_worker(
+    served: Callable[[str], Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = served("turboquant")
+    lives = s.lives(monkeypatch)
+    lives.submit(replace(request("r", prompt(1, 200), 4), resumable=LASTING))
+    for life in range(3):
+        while "r" not in lives.ends:
+            lives.step()
+        end = lives.ends.pop("r")
+        assert (end.finish_reason, len(lives.said["r"])) == (pb.FINISH_REASON_LENGTH, 4)
+        assert lives.attachment.control.live_slots() != []
+        if life < 2:
+            lives._next_life()
+    lives.engine.let_go("somebody else")
+    lives.engine.let_go(end.owner)
+    lives.step()
+    lives.attachment.check_empty()
+
+
+def test_what_has_ended_makes_room_for_what_runs(served: Callable[[str], Served]) -> None:
+    """Slots, and pages, of answers that nobody has fetched: the oldest goes first."""
+    s = served("turboquant")
+    asked = [replace(request(f"r{n}", prompt(n, 700), 4), resumable=LASTING, owner=f"o{n}") for n in range(4)]
+    few_slots = Harness(s.model, replace(s.config, max_running=2))
+    few_pages = Harness(s.model, s.config, num_pages=9)  # for two
+    for harness in (few_slots, few_pages):
+        for r in asked:
+            harness.engine.submit(r)
+        while harness.engine.load().num_running + harness.engine.load().num_waiting:
+            harness.step()
+        control = harness.attachment.control
+        left = {control.request_id(slot) for slot in control.live_slots()}
+        assert "r3" in left and "r0" not in left and 1 <= len(left) <= 2
+        for r in asked:
+            harness.engine.let_go(r.owner)
+        harness.step()
+        harness.attachment.check_empty()
 
 
 # --- what is not gone on with ---
