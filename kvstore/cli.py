@@ -128,6 +128,7 @@ def _print_tables(response: kvstore_pb2.KvStatsResponse) -> None:
         console.print(
             f"\n{device.device}: {device.memory} memory, {device.worker_id or 'nobody'} attached, "
             f"epoch {device.epoch}, {device.sequences} of {device.max_sequences} sequences, "
+            f"{device.orphans} of them without a worker, "
             f"geometry {device.geometry_digest.hex()}"
         )
         table = Table("group", "mode", box=None)
@@ -145,7 +146,9 @@ def _print_tables(response: kvstore_pb2.KvStatsResponse) -> None:
             f"pages sealed ever {sealed_ever:,}; prefix reuse: {device.prefix_hits_exact:,} exact, "
             f"{device.prefix_hits_inexact:,} inexact, {device.prefix_misses:,} missed, "
             f"{device.prefix_tokens_reused:,} tokens; checkpoints {device.checkpoints} of {device.checkpoint_slots}; "
-            f"truncates {device.truncates_exact:,} exact, {device.truncates_deep:,} deep; forks {device.forks:,}"
+            f"truncates {device.truncates_exact:,} exact, {device.truncates_deep:,} deep; forks {device.forks:,}; "
+            f"sequences adopted {device.sequences_adopted:,}, given up {device.orphans_released:,}; "
+            f"suspects killed {device.suspects_killed:,}"
         )
 
 

@@ -100,6 +100,14 @@ def _devices(devices: Iterable[kvstore_pb2.DeviceStats], problems: dict[str, int
     )
     truncates = CounterMetricFamily("tailpack_kvstore_truncates", "Rollbacks.", labels=["device", "kind"])
     forks = CounterMetricFamily("tailpack_kvstore_forks", "Sequences forked.", labels=device_only)
+    orphans = GaugeMetricFamily(
+        "tailpack_kvstore_orphans", "Sequences of a worker that is gone, waiting for the next.", labels=device_only
+    )
+    outlived = CounterMetricFamily(
+        "tailpack_kvstore_outlived",
+        "Deaths of workers and stores: sequences adopted, orphans released, suspects killed.",
+        labels=["device", "what"],
+    )
     integrity = GaugeMetricFamily(
         "tailpack_kvstore_integrity_problems", "Found by the idle check since the start.", labels=device_only
     )
@@ -120,8 +128,11 @@ def _devices(devices: Iterable[kvstore_pb2.DeviceStats], problems: dict[str, int
         truncates.add_metric([device.device, "exact"], device.truncates_exact)
         truncates.add_metric([device.device, "deep"], device.truncates_deep)
         forks.add_metric(name, device.forks)
+        orphans.add_metric(name, device.orphans)
+        for what in ("sequences_adopted", "orphans_released", "suspects_killed"):
+            outlived.add_metric([device.device, what], getattr(device, what))
         integrity.add_metric(name, problems[device.device])
     return (
         *(attached, sequences, most, control, checkpoints, evicted),
-        *(lookups, reused, truncates, forks, integrity),
+        *(lookups, reused, truncates, forks, orphans, outlived, integrity),
     )

@@ -16,7 +16,7 @@ from kvstore import metrics
 from kvstore.client import Admitted, OpenRequest
 from kvstore.metrics import KvStoreMetrics
 from protos import kvstore_pb2
-from tests.scenarios.kvstore_process import StoreProcess, eventually
+from tests.scenarios.kvstore_process import StoreProcess, eventually, worker_process
 
 
 def samples(url: str) -> dict[tuple[str, ...], float]:
@@ -74,6 +74,23 @@ def test_pages_sequences_and_reuse_are_what_the_stats_say() -> None:
             assert page["tailpack_kvstore_integrity_problems", "cpu:0"] == 0
         eventually(lambda: ("tailpack_kvstore_attached", "cpu:0", "w0") not in samples(url))  # nobody lingers
         assert samples(url)["tailpack_kvstore_sequences", "cpu:0"] == 0
+
+
+def test_what_outlives_its_worker_is_counted() -> None:
+    code = "a = attach(); a.open([OpenRequest('r', '', [1], 200)]); say('on'); sys.stdin.readline()\n"
+    with StoreProcess("--metrics", "127.0.0.1:0") as store, worker_process(store, code) as worker:
+        url = store.ready["metrics"]
+        assert worker.stdout
+        worker.stdout.readline()
+        assert samples(url)["tailpack_kvstore_orphans", "cpu:0"] == 0
+        worker.kill()
+        eventually(lambda: samples(url)["tailpack_kvstore_orphans", "cpu:0"] == 1)
+        store.attach().close()
+        outlived = last_label(samples(url), "tailpack_kvstore_outlived_total", "cpu:0")
+        killed = outlived.pop("suspects_killed")  # or gone before that
+        assert outlived == {"sequences_adopted": 1, "orphans_released": 0}
+        assert killed in (0, 1)
+        assert samples(url)["tailpack_kvstore_orphans", "cpu:0"] == 0
 
 
 def test_a_stuck_event_loop_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
