@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from protos import types_pb2
@@ -21,7 +22,7 @@ def outcome(
     placed: bool,
     resumable: bool,
     deadline_s: float | None,
-    remaining_s: float | None,
+    remaining_s: Callable[[], float | None],
 ) -> tuple[str, str]:
     """(the counter that a request ends in, why it ended).
 
@@ -30,7 +31,7 @@ def outcome(
         finish_reason: of the last chunk; 0: it was not sent.
         placed: a worker had it.
         resumable: it runs on without its call.
-        deadline_s, remaining_s: seconds to its deadline when it came, and now; None: it has none.
+        deadline_s, remaining_s: seconds to its deadline when it came, and now (asked where it matters); None: no such.
     """
     if isinstance(error, TailpackError):
         if isinstance(error, RequestCancelled | DeadlineExceeded):
@@ -41,7 +42,7 @@ def outcome(
     if finish_reason:
         aborted = finish_reason == types_pb2.FINISH_REASON_ABORTED
         return ("cancelled" if aborted else "finished"), _SHORT[finish_reason]
-    if ran_out(deadline_s, remaining_s):
+    if ran_out(deadline_s, remaining_s()):
         return "cancelled", "DEADLINE_EXCEEDED"
     return "cancelled", "DETACHED" if resumable else "CLIENT_GONE"
 

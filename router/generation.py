@@ -335,7 +335,7 @@ class Answer:
             placed=self._stream is not None,
             resumable=self._stream is not None and self._stream.resumable,
             deadline_s=self._deadline_s,
-            remaining_s=self.call.remaining_s(),
+            remaining_s=self.call.remaining_s,
         )
         if self._stream is not None:
             self._stream.leave(delivered=bool(self._finish_reason))
