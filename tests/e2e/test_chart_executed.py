@@ -356,7 +356,7 @@ def test_new_images_in_place_lose_no_answer_and_keep_the_cache(deployment: Deplo
     pod = deployment.workers[0]
     prompt = f"What is kept when {' and then '.join(order)} is replaced. " * 10
     first, answer = cached_of(deployment, prompt)
-    caller = deployment.caller(f"caller-{order[0]}", streams=4, max_tokens=600)
+    caller = deployment.caller(f"caller-in-place-{order[0]}", streams=4, max_tokens=600)
     caller.await_events("began", 4)
     cluster.replace(pod.name, *order)
     if order != ("kvstore",):
