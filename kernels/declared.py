@@ -6,6 +6,7 @@ Cells outside DECLARED compile on demand, on the device that asks, and are logge
 from __future__ import annotations
 
 from kernels.cells import AttentionVariant, Cell, codec_cell, mqa_cell, packed_cell, rows_cell
+from kernels.hyper_cells import hyper_cell
 from kernels.page_cells import DECLARED_PAGE_CELLS
 from kernels.widths import COMPILED_WIDTHS, PACKED_BITS, PRESETS
 
@@ -28,4 +29,5 @@ DECLARED: tuple[Cell, ...] = (
     *(codec_cell(width, bits, "bf16") for width in COMPILED_WIDTHS for bits in PACKED_BITS),
     *DECLARED_PAGE_CELLS,
     *_declared_attention(),
+    hyper_cell(4, 20, 1e-6),  # deepseek_v4
 )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kernels.errors import ArgumentError
-from kernels.hyper_cuda import hyper_cell, mix, mix_launch
+from kernels.hyper_cells import hyper_cell
+from kernels.hyper_cuda import mix, mix_launch
 from tests.kernels.emulator import Emulator, needs_compiler
 from worker.models.deepseek_v4_hyper import HyperWeights, mixing
 
