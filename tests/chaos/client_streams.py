@@ -14,7 +14,7 @@ from protos.errors import TailpackError, Unavailable
 from router.client import AsyncTailpack, RetryPolicy
 from tests.chaos.streams import Ask, Stream, Whole
 
-HANG_S = 120.0
+HANG_S = 240.0
 """A bound on what would otherwise hang; nothing is measured by it."""
 PATIENT = RetryPolicy(max_retries=60, first_delay_s=0.05, max_delay_s=0.5)
 

@@ -133,10 +133,11 @@ async def _deal(
     report: Report,
 ) -> None:
     going_on: list[asyncio.Task[None]] = []
+    doomed: list[psutil.Process] = []
     while report.blows < num_blows:
         blow = next(blows)
         if blow.all_up:
-            await _all_up(cluster, client)
+            await _all_up(cluster, client, doomed)
         await asyncio.sleep(blow.after_s)
         assert cluster.process.poll() is None, "`up` has ended"
         there = await asyncio.to_thread(processes_of, cluster)
@@ -153,14 +154,18 @@ async def _deal(
             report.hit(name, blow.signum)
             with cluster.log_file.open("a") as log:
                 log.write(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} chaos: {blow}\n")
-            if blow.stop_s:
+            if not blow.stop_s:
+                doomed.append(process)
+            else:
                 going_on.append(asyncio.create_task(_go_on(process, blow.stop_s)))
     await asyncio.gather(*going_on)
 
 
-async def _all_up(cluster: ClusterProcess, client: AsyncTailpack) -> None:
-    """Waits until the router has every worker, and the store as well."""
+async def _all_up(cluster: ClusterProcess, client: AsyncTailpack, doomed: list[psutil.Process]) -> None:
+    """Waits until what was hit is gone, the router has every worker, and the store as well."""
     deadline = time.monotonic() + HANG_S
+    assert await asyncio.to_thread(wait_gone, doomed, HANG_S) == []
+    doomed.clear()
     while True:
         try:
             workers = await client.list_workers()

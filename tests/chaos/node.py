@@ -25,7 +25,7 @@ from protos.rpc import sync_channel
 from tests.chaos.dying_worker import Death
 from tests.chaos.zygote import Forked, Zygote
 
-HANG_S = 60.0
+HANG_S = 120.0
 """A bound on what would otherwise hang; nothing is measured by it."""
 AGAIN_S = 0.02
 """Between a process's end and its next start."""
@@ -61,6 +61,7 @@ class Server:
         self.process: Forked | None = None
         self.ends: Counter[str] = Counter()
         self.signalled = False  # this life, by us
+        self.doomed = False  # this life is to end by what we sent
         self.died: list[Death] = []  # those of ``deaths`` that came
 
     @property
@@ -145,7 +146,7 @@ class Node:
 
     async def _live(self, server: Server) -> None:
         while not self._stopping:
-            server.signalled = False
+            server.signalled = server.doomed = False
             death = server.deaths.pop(0) if server.deaths else None
             server.process = self.zygote.fork(server.arguments, log=server.log, out=server.out, death=death)
             await _ended(server.process)
@@ -173,7 +174,8 @@ class Node:
             await _until(lambda s=server: s.is_ready, f"{server.name} is not ready", lambda s=server: last_lines(s.log))  # type: ignore[misc]
 
     async def all_up(self) -> None:
-        """Waits until all are ready, and the store has every worker."""
+        """Waits until what was hit is gone, all are ready, and the store has every worker."""
+        await _until(lambda: not any(server.doomed for server in self.servers), "what was hit does not end")
         await self.ready()
         await _until(self._all_attached, "a worker is not attached")
 
@@ -190,6 +192,7 @@ class Node:
             return False
         if signum != signal.SIGCONT:
             server.signalled = True
+        server.doomed |= signum in (signal.SIGKILL, signal.SIGTERM)
         server.process.send(signum)
         return True
 

@@ -23,7 +23,7 @@ from tests.chaos.zygote import Zygote
 NUM_ASKS = 10
 AT_ONCE = 5  # at each worker: one more than run
 NUM_CANCELS = 5  # of a hundred streams
-DRAIN_S = 60.0
+DRAIN_S = 120.0
 """For the last streams to end in; a bound on what would otherwise hang."""
 
 

@@ -24,7 +24,7 @@ LENGTH = types_pb2.FINISH_REASON_LENGTH
 ABORTED = types_pb2.FINISH_REASON_ABORTED
 ERROR = types_pb2.FINISH_REASON_ERROR
 RECONNECT_S = 0.02
-SILENCE_S = 60.0
+SILENCE_S = 120.0
 """A worker says something every second; a bound on what would otherwise hang."""
 
 
