@@ -28,9 +28,9 @@ import structlog
 from kvstore import messages
 from kvstore.answers import Adopted
 from kvstore.arena import close_all
+from kvstore.attach_stream import ask_for, delivered, num_fds, spec_of, until_detach
 from kvstore.device import Device, DeviceSpec
-from kvstore.fd_server import Delivery, FdServer, num_descriptors
-from kvstore.geometry import LAYOUT_VERSION, CacheGeometry
+from kvstore.fd_server import FdServer
 from kvstore.suspects import Holder, Pulse
 from protos import kvstore_pb2
 from protos.errors import CapacityError, InternalError, InvalidRequest, PreconditionFailed, Unavailable
@@ -38,7 +38,6 @@ from protos.errors import CapacityError, InternalError, InvalidRequest, Precondi
 log = structlog.get_logger("kvstore")
 
 SUSPECT_WAIT_S = 2.0  # a killed process closes its sockets shortly before it counts as gone
-BRING_TIMEOUT_S = 60.0  # for a worker to make its GPU's memory and bring it
 WATCH_EVERY_S = 0.25
 STOPPED_AFTER_S = 1.0  # of silence: a process that is stopped by then is suspect
 DEAF_S = 1.0  # late for a look: the store itself was not running
@@ -159,7 +158,7 @@ class Attachments:
         if first is None or first.WhichOneof("message") != "open":
             raise InvalidRequest("the first message of Attach is `open`", reason="BAD_ATTACH")
         pulse = Pulse(time.monotonic())
-        ended = asyncio.create_task(_until_detach(requests, pulse))
+        ended = asyncio.create_task(until_detach(requests, pulse))
         try:
             with self._refusals_logged(first.open):
                 spec = spec_of(first.open)
@@ -168,9 +167,9 @@ class Attachments:
                     holder: Holder | None = None
                     bring = await self._to_bring(spec, holds_memory=first.open.holds_memory)
                     if bring is not None:
-                        with self._fd_server.expect(_num_fds(bring)) as (ticket, delivery):
-                            yield _ask_for(bring, ticket, str(self._fd_server.path), adopt=first.open.holds_memory)
-                            await _delivered(delivery, ended)
+                        with self._fd_server.expect(num_fds(bring)) as (ticket, delivery):
+                            yield ask_for(bring, ticket, str(self._fd_server.path), adopt=first.open.holds_memory)
+                            await delivered(delivery, ended)
                             fds, holder = delivery.take()
                     if first.open.holds_memory and holder is not None:
                         attached = await self._adopt(spec, first.open.worker_id, claim, fds, holder)
@@ -510,44 +509,6 @@ class Attachments:
         self._suspects.clear()
 
 
-def spec_of(asked: kvstore_pb2.AttachOpen) -> DeviceSpec:
-    """What an AttachOpen asks for, checked.
-
-    Raises:
-        PreconditionFailed: GEOMETRY_MISMATCH, both sides printed.
-        ConfigError, InvalidRequest: something is malformed or out of range.
-    """
-    if asked.geometry.layout_version != LAYOUT_VERSION:
-        raise PreconditionFailed(
-            "worker and store lay pages out differently",
-            reason="GEOMETRY_MISMATCH",
-            given=f"layout {asked.geometry.layout_version} (worker)",
-            allowed=f"layout {LAYOUT_VERSION} (store)",
-            hint="run worker and store of the same version",
-        )
-    geometry = CacheGeometry.from_proto(asked.geometry)
-    if geometry.digest() != asked.geometry_digest:
-        raise PreconditionFailed(
-            "worker and store compute different geometry digests",
-            reason="GEOMETRY_MISMATCH",
-            given=f"{asked.geometry_digest.hex() or 'none'} (worker)",
-            allowed=f"{geometry.summary()} (store)",
-            hint="run worker and store of the same version",
-        )
-    if not asked.worker_id:
-        raise InvalidRequest("an attachment names its worker", given="''", allowed="any other name")
-    return DeviceSpec(
-        device=asked.device,
-        geometry=geometry,
-        arena_bytes=asked.arena_bytes,
-        max_sequences=asked.max_sequences,
-        max_sequence_tokens=asked.max_sequence_tokens,
-        weights_digest=asked.weights_digest,
-        checkpoint_slots=asked.checkpoint_slots,
-        memory_granularity=asked.memory_granularity,
-    )
-
-
 def _busy(device: str, holder: str) -> PreconditionFailed:
     return PreconditionFailed(
         f"device {device} is in use",
@@ -560,49 +521,3 @@ def _busy(device: str, holder: str) -> PreconditionFailed:
 
 def _stopping() -> Unavailable:
     return Unavailable("the store is stopping", reason="STOPPING")
-
-
-def _num_fds(entries: Sequence[kvstore_pb2.FdEntry]) -> int:
-    return sum(map(num_descriptors, entries))
-
-
-def _ask_for(
-    entries: Sequence[kvstore_pb2.FdEntry], ticket: bytes, path: str, *, adopt: bool
-) -> kvstore_pb2.AttachResponse:
-    if adopt:
-        return kvstore_pb2.AttachResponse(
-            adopt=kvstore_pb2.AdoptMemory(fd_ticket=ticket, fd_socket=path, entries=entries)
-        )
-    return kvstore_pb2.AttachResponse(create=kvstore_pb2.CreateMemory(fd_ticket=ticket, fd_socket=path, arenas=entries))
-
-
-async def _delivered(delivery: Delivery, ended: asyncio.Task[bool]) -> None:
-    """Waits for a worker to bring memory. Raises Unavailable: it left, or it takes too long."""
-    arrived = asyncio.create_task(delivery.arrived.wait())
-    endings: set[asyncio.Future[Any]] = {arrived, ended}
-    try:
-        await asyncio.wait(endings, timeout=BRING_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        arrived.cancel()
-    if not delivery.arrived.is_set():
-        why = "left before it brought" if ended.done() else f"did not bring within {BRING_TIMEOUT_S:g} s"
-        raise Unavailable(
-            f"the worker {why} the memory it was asked for",
-            reason="MEMORY_NOT_DELIVERED",
-            given="no descriptors",
-            allowed=f"{delivery.num_fds} descriptors",
-        )
-
-
-async def _until_detach(requests: AsyncIterator[kvstore_pb2.AttachRequest], pulse: Pulse) -> bool:
-    """Reads heartbeats; True when the worker said that it is done, False when the stream just ended.
-
-    The end alone says nothing: a connection that broke can look like a stream that was closed.
-    """
-    async for request in requests:
-        match request.WhichOneof("message"):
-            case "heartbeat":
-                pulse.beat(time.monotonic())
-            case "detach":
-                return True
-    return False

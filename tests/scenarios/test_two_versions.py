@@ -34,7 +34,7 @@ from tests.unit.tiny import write_model
 TIMEOUT_S = 60.0
 TEXT = "hello from a worker"  # what fake workers say
 UNKNOWN_FIELD = bytes([0xFA, 0xFF, 0x01, 3]) + b"new"  # field 4095, length-delimited: nobody has it
-OTHER_LAYOUT = f"import kvstore.attachments as s; s.LAYOUT_VERSION = {LAYOUT_VERSION + 1}"
+OTHER_LAYOUT = f"import kvstore.attach_stream as s; s.LAYOUT_VERSION = {LAYOUT_VERSION + 1}"
 OTHER_CONTROL = "import kvstore.control as c; c.VERSION += 1"
 
 

@@ -230,7 +230,7 @@ async def test_memory_that_is_not_delivered_is_not_waited_for(
     stays_s: float,
     why: str,
 ) -> None:
-    monkeypatch.setattr("kvstore.attachments.BRING_TIMEOUT_S", limit_s)
+    monkeypatch.setattr("kvstore.attach_stream.BRING_TIMEOUT_S", limit_s)
     answers = service.Attach(gpu_attach(stays_s), CONTEXT)
     assert (await anext(answers)).WhichOneof("message") == "create"
     assert held._attaching == {"cuda:GPU-0"}
