@@ -102,6 +102,19 @@ def test_a_rollback_enters_anew(pair: Callable[..., tuple[Harness, Harness]]) ->
     assert tokens[0] == tokens[1]
 
 
+def test_the_device_learns_what_was_sealed(pair: Callable[..., tuple[Harness, Harness]]) -> None:
+    """Its tokens would not tell: the ring still holds the rows that are packed."""
+    _, captured = pair(**MODES["tq4"])
+    captured.engine.submit(request("r", prompt(1, 262), 999))
+    captured.step(16)
+    (sequence,) = captured.engine._running
+    state = rows_of(captured)._graphs.state
+    assert sequence.bases["full"] == 128
+    assert state.row_words("base full", 1).tolist() == [128]
+    assert state.table("full", 1)[0, :2].tolist() == [*sequence.pages["full"], -1]
+    assert state.row_words("num_tokens", 1).tolist() == [len(sequence.token_ids)]
+
+
 @pytest.mark.parametrize("settings", [{"device": "cpu:0"}, {"device": "cuda:0", "deterministic": True}])
 def test_graphs_that_would_not_engage_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="decode_graphs would not engage"):
