@@ -125,6 +125,7 @@ class ControlBlock:
         self._committed = self.slots["committed"]
         self._packed = self.slots["packed"]
         self._saved = self.slots["saved"]
+        self._adoptions = self.slots["adoptions"]
 
     @classmethod
     def format(
@@ -235,6 +236,14 @@ class ControlBlock:
     def clear_saved(self, slot: int) -> None:
         """Behind the commit; or the tails are what they were."""
         self._saved[slot] = 0
+
+    def count_adoption(self, slot: int) -> int:
+        """Notes that a worker takes over what another left; returns how many did so since it last got any further."""
+        num_tokens, count = divmod(int(self._adoptions[slot]), 1 << 32)
+        committed = self.committed(slot)
+        count = count + 1 if num_tokens == committed else 1
+        self._adoptions[slot] = committed << 32 | count
+        return count
 
     # --- reading ---
 
@@ -355,7 +364,7 @@ class ControlBlock:
         self.page_ids[slot] = NO_PAGE_ID
         for name, value in (("request_id", request_id), ("salt", salt), ("frozen", frozen)):
             entry[f"{name}_bytes"] = _put(entry[name], value)
-        self._committed[slot] = self._packed[slot] = self._saved[slot] = 0
+        self._committed[slot] = self._packed[slot] = self._saved[slot] = self._adoptions[slot] = 0
         self._token_log[slot, : len(prompt)] = np.fromiter(prompt, dtype=np.uint32, count=len(prompt))
         self._logged[slot] = len(prompt)
         self._write_word(slot, "state", SLOT_LIVE)

@@ -184,7 +184,7 @@ class Engine:
         Returns:
             All of them, for who answers their callers. They are the engine thread's: to be looked at before ``start``.
         """
-        found = self._attachment.adopted
+        found = self._held.not_deadly(self._attachment.adopted)
         with torch.inference_mode():
             self._held.recover(held.slot for held in found)
         adoption = plan_adoption(

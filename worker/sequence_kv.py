@@ -33,6 +33,9 @@ from worker.sequence import Sequence as Seq
 
 log = structlog.get_logger("engine")
 
+MAX_ADOPTIONS = 8
+"""Of a sequence, without a committed token in between."""
+
 NewPages = Mapping[int, Mapping[str, Sequence[NewPage]]]
 """By slot and group."""
 
@@ -111,6 +114,19 @@ class SequenceKv:
             self.kv.settle()
         self._attachment.control.commit(opened.slot, answer.num_cached)
         return None
+
+    def not_deadly(self, found: Iterable[Adopted]) -> list[Adopted]:
+        """Gives up what no worker survives: MAX_ADOPTIONS in a row took it over and got no further. It may be what ends
+        them; its router, if it is still there, is refused nothing and decides anew.
+        """
+        control, kept = self._attachment.control, []
+        for held in found:
+            if (count := control.count_adoption(held.slot)) <= MAX_ADOPTIONS:
+                kept.append(held)
+                continue
+            log.error("given up: no worker gets any further with it", request_id=held.request_id, workers=count - 1)
+            self._attachment.release([held.slot])
+        return kept
 
     def recover(self, slots: Iterable[int]) -> None:
         """Brings tails back that a worker was overwriting when it was killed (``commit``). Before anything is opened.

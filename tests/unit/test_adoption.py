@@ -25,6 +25,7 @@ from tests.unit.lives import Lives
 from tests.unit.tiny import Harness, config_for, request, write_model
 from worker.adoption import plan_adoption
 from worker.sequence import Request
+from worker.sequence_kv import MAX_ADOPTIONS
 from worker.weights import Model, load_model
 
 MODES: dict[str, dict[str, Any]] = {
@@ -352,6 +353,18 @@ def test_of_two_slots_of_one_request_the_further_one_goes_on(served: Callable[[s
     assert [s.token_ids for s in void.again] == [[5, 6, 7, 8]] and void.num_lost_tokens == 0
     void = plan_adoption([held(model, intact=False)], model.info, now_ns=1, not_of="", most=4)
     assert void.num_lost_tokens == 3 and void.again[0].num_dropped == 1
+
+
+def test_what_no_worker_survives_is_given_up(served: Callable[[str], Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    s = served("dense")
+    lives = s.lives(monkeypatch)
+    lives.points.kill = lambda number, name: name == "after run"
+    lives.submit(request("deadly", prompt(1, 20), 5))
+    for _ in range(1 + MAX_ADOPTIONS):
+        assert not lives.step()
+    assert lives.attachment.control.live_slots() == [], "submitted again by its router, it waits"
+    lives.points.kill = lambda number, name: False
+    assert len(lives.run()["deadly"]) == 5
 
 
 def test_more_sequences_than_a_step_holds_wait(served: Callable[[str], Served]) -> None:
