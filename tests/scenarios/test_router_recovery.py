@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -459,6 +460,7 @@ async def test_an_address_where_nobody_ever_was_is_no_worker_that_may_have_it(fo
     with_nobody = ["127.0.0.1:1"]
     async with cluster(folder, Script([EOS]), addresses=with_nobody, wait=False, recover_wait_s=0.5) as it:
         await until(lambda: it.requests.registry.ready())
+        it.requests.registry.links[with_nobody[0]].away_since_s = time.monotonic()  # as if it had been named just now
         with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1 is connecting"):  # it may come any moment
             await it.client.cancel("nothing")
         assert not await it.client.cancel("nothing")
