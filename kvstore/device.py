@@ -309,6 +309,8 @@ class Device:
                     log_of = partial(self.control.tokens, slot)
                     sealed = self.table.settle_reserved(slot, words[slot].committed, words[slot].packed, log_of)
                     self._mirror_sealed(slot, sealed, before, {})
+                    for name, pages in before.items():  # one that was to be completed in place is sealed again
+                        self._mirror_pages(name, pages)
                     self.control.forget_packed(slot)
                 self.control.write_epoch(slot, epoch)
             adopted.append(self._adopted(slot, words[slot]))
@@ -570,8 +572,9 @@ class Device:
         before: Mapping[str, Sequence[int]],
         checksums: Mapping[tuple[str, int], int],
     ) -> None:
-        """Writes pages that became immutable, and those that the sequence held ``before``."""
-        touched = {name: list(pages) for name, pages in before.items()}
+        """Writes pages that became immutable, and those that the sequence held ``before`` and holds no more."""
+        after = self._held(slot)
+        touched = {name: list(set(pages).difference(after[name])) for name, pages in before.items()}
         for page in sealed:
             if not page.relinked:
                 checksum = checksums.get((page.group, page.page), NO_CHECKSUM)

@@ -64,7 +64,6 @@ def rebuild(table: SequenceTable, control: ControlBlock) -> None:
     """
     pages = {name: _pages(name, control, table.groups[name].num_pages) for name in table.groups}
     sequences = [_sequence(slot, table, control, pages) for slot in _live(control)]
-    _demand_holders(table, sequences, pages)
     try:
         table.restore(sequences, pages)
     except InternalError as contradiction:  # of the block, not of this process
@@ -229,14 +228,6 @@ def _demand_hashes(sequence: SequencePages, pages: Mapping[str, list[KnownPage]]
                     pages[name][page].hash.hex(),
                     f"{sequence.hashes[index].hex()}, of the token log",
                 )
-
-
-def _demand_holders(table: SequenceTable, sequences: list[SequencePages], pages: Mapping[str, list[KnownPage]]) -> None:
-    for name in table.groups:
-        holders = Counter(page for sequence in sequences for page in sequence.groups[name].held())
-        for number, page in enumerate(pages[name]):
-            if page.refs != holders[number]:
-                raise bad_block(f"holders of page {number} in group {name!r}", page.refs, holders[number])
 
 
 def _demand(slot: int, what: str, value: int, least: int, most: int, *, multiple: int = 1) -> None:
