@@ -405,7 +405,7 @@ class Engine:
                 raise self._stop_error
             arrived, self._inbox = self._inbox, []
             self._waiting += arrived
-            to_abort, self._to_abort = self._to_abort, []
+            to_abort = list(self._to_abort)
             to_let_go, self._to_let_go = self._to_let_go, []
             self._outputs += self._refusals
             self._counters.sequences_failed += len(self._refusals)
@@ -413,6 +413,9 @@ class Engine:
         for sequence in to_abort:
             if not sequence.finished:
                 self._finish(sequence, types_pb2.FINISH_REASON_ABORTED)
+        if to_abort:
+            with self._lock:  # only now: till then another may be submitted under the same id
+                self._to_abort = [sequence for sequence in self._to_abort if not sequence.finished]
         for owner in to_let_go:
             self._ended.let_go(owner)
         for sequence in arrived:
