@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from protos import rpc, types_pb2, worker_pb2, worker_pb2_grpc
-from protos.errors import TailpackError, Unavailable
+from protos.errors import AlreadyExists, TailpackError, Unavailable
 
 EOS = types_pb2.FINISH_REASON_EOS
 LENGTH = types_pb2.FINISH_REASON_LENGTH
@@ -221,7 +221,9 @@ class Caller:
         if output.finish_reason == ERROR:
             error = rpc.from_detail(output.error)
             self.counts[f"error: {error.reason}"] += 1
-            assert _again(error), f"{stream.request_id} failed after {len(stream.got)} tokens: {error}"
+            # The worker may see the end of a session after we do, and have the same request still.
+            again = _again(error) or (isinstance(error, AlreadyExists) and stream.joins > 0)
+            assert again, f"{stream.request_id} failed after {len(stream.got)} tokens: {error}"
             raise _SessionEnded
         stream.take(output)
         if stream.reason:
