@@ -82,6 +82,24 @@ def test_a_page_that_was_only_reserved_is_not_taken_for_a_written_one(geometry: 
 
 
 @pytest.mark.parametrize("after", CUTS)
+def test_a_death_while_a_page_is_completed_in_place(after: str) -> None:
+    """Its first records still stand, whatever was written behind them."""
+    w = Worker((FULL,), num_pages=4)
+    new = w.open("", TOKENS[:700], 700, reuse=False)
+    assert isinstance(new, Admitted)
+    finish(w, new.slot)
+    assert w.truncate(new.slot, 500) is False
+    page = w.table.sequence(new.slot).groups["full"].shadows[3].page
+    for n in range(500, 655):
+        w.decode(new.slot, TOKENS[n : n + 1])
+    (adopted,) = w.die_in_step(new.slot, TOKENS[655:656], after).values()
+    assert adopted.intact
+    state = w.table.sequence(new.slot).groups["full"]
+    assert state.pages[3:] == [page] if after == "commit" else state.shadows[3].reopened
+    goes_on(w, new.slot, 40)
+
+
+@pytest.mark.parametrize("after", CUTS)
 @pytest.mark.parametrize("geometry", list(GEOMETRIES))
 def test_a_death_in_a_prefill_chunk(geometry: str, after: str) -> None:
     w = Worker(GEOMETRIES[geometry], num_pages=16)
