@@ -256,7 +256,7 @@ def test_attention_runs_on_the_tensor_cores_of_every_arch(tmp_path: Path) -> Non
         attend = next(facts for facts in finding.kernels if facts.name in finding.cell.tensor_kernels)
         wanted = {"decode_packed.cu": "IMMA", "decode_rows.cu": "HMMA", "decode_mqa.cu": "HGMMA"}[finding.cell.source]
         assert attend.tensor[wanted] > 0, attend
-        assert attend.spills <= 8, attend
+        assert attend.spills <= 20, attend  # most at an item's ends; in the loops a load a round, and one a page
 
 
 def test_a_cell_is_built_for_its_own_archs_alone() -> None:
