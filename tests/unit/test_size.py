@@ -134,7 +134,8 @@ def test_on_a_gpu_arenas_are_cut_in_chunks_and_weights_are_told_from_config_json
         wide, device="cuda:0", dtype="bfloat16", kv_mode="turboquant", max_running=16, max_sequence_tokens=1000
     )
     geometry = architecture(raw).geometry(config, "bfloat16", 1000)
-    arenas = planned_arenas(geometry, told["arena_bytes"], 32, 16)
+    slots = 2 * 16 + 1  # of sequences, of checkpoints, and one that a tail is saved in
+    arenas = planned_arenas(geometry, told["arena_bytes"], slots, 16)
     on_gpu = by_owner(told, "GPU")
     kv = sum(v for owner, v in on_gpu.items() if owner.split()[0] in ("pages", "tails", "rounding"))
     assert kv == sum(map(sum, chunk_sizes(arenas, GRANULARITY)))
