@@ -107,7 +107,7 @@ def need(config: WorkerConfig, geometry: CacheGeometry, weights: Sequence[Use], 
         sizes = {
             f"{what} {arena.group}": slots * arena.page_bytes,
             f"{what} {arena.group}, checkpoints": (arena.num_pages - slots) * arena.page_bytes,
-            f"rounding {arena.group}": sum(chunks) - arena.num_bytes if chunks else 0,
+            f"rounding of {what} {arena.group}": sum(chunks) - arena.num_bytes if chunks else 0,
         }
         arenas += [Use(owner, size) for owner, size in sizes.items() if size]
     store = (Use("control block", spec.control_shape.num_bytes), Use("process, about", STORE_PROCESS_BYTES))
