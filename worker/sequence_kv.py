@@ -23,7 +23,7 @@ from worker.adoption import Adoption
 from worker.due import base_after, needs_pages, seals, worst_pages
 from worker.gpu_pages import GpuPages
 from worker.kv_moves import SealJob, SpanRows
-from worker.kv_view import KvView, Workspace
+from worker.kv_view import KvView
 from worker.lasting import KvCalls
 from worker.model_runner import Step
 from worker.scheduler import Work
@@ -147,40 +147,17 @@ class SequenceKv:
             control.clear_saved(slot)
 
     def adopt(self, adoption: Adoption) -> None:
-        """Takes over the sequences that go on, and gives up what is not wanted."""
+        """Takes over the sequences that go on, and gives up what is not wanted. What their worker had packed and not
+        sealed, the store has sealed.
+        """
         if adoption.released:
             self._attachment.release(adoption.released)
         for adopted, held in adoption.going_on:
             self._take(adopted, held, held.max_tokens)
-            self._finish_step(adopted)
+            if self._tailed and adopted.num_computed == adopted.num_prompt:
+                self._keep_tails(adopted, "prompt_end")  # the step that came here did not, perhaps
             if not adopted.num_uncomputed:  # cut off in a truncate or a fork: nothing to draw the next token from
                 self.truncate(adopted, adopted.num_computed - 1)
-
-    def _finish_step(self, adopted: Seq) -> None:
-        """Does what a worker that died behind a commit did not come to: seals what is due at the committed length.
-
-        Rows that are in the rings are packed, again perhaps, to the same bytes; those that a prefill chunk has lapped
-        were packed before it was committed.
-        """
-        length = adopted.num_computed
-        if seals(self._geometry, adopted, length, 1):
-            reserved = self._attachment.reserve([(adopted.slot, length, 1)]).get(adopted.slot, {})
-            jobs: list[SealJob] = []
-            checksums: dict[tuple[str, int], int] = {}
-            for group in self._tailed:
-                pages = reserved.get(group.name) if group.packed else None
-                if not pages:
-                    continue
-                if length - adopted.bases[group.name] <= self._geometry.tail_tokens(group):
-                    jobs.append(SealJob(SpanRows(group.name, adopted.tail_slots[group.name], length, 0, -1), pages))
-                    continue
-                for page in pages:
-                    checksums[group.name, page.page_id] = page_checksum(self.kv.page_memory(group.name, page.page_id))
-            checksums |= kv_moves.pack(self.kv, jobs, Workspace(), self._on_gpu)
-            self.kv.settle()
-            self._seal([(adopted, length)], checksums)
-        if self._tailed and length == adopted.num_prompt:
-            self._keep_tails(adopted, "prompt_end")
 
     def release(self, ended: Seq, *, keep: bool) -> None:
         """Gives up what a sequence holds. ``keep``: its tails are kept first, for a next turn to go on exactly."""

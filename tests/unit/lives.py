@@ -83,6 +83,7 @@ class Lives:
         self.num_lost_tokens = 0  # committed, and computed again
         self.killed_at: list[str] = []
         self._requests: dict[str, Request] = {}
+        self._cut: set[str] = set()  # those that were ever truncated
         self._committed: dict[str, int] = {}  # of those adopted: nothing below is computed again
         self._model, self._config = model, config
         self.attachment = OutlivingAttachment(
@@ -172,6 +173,8 @@ class Lives:
             request_id = sequence.request.request_id
             emitted = sequence.token_ids[sequence.num_prompt :]
             said = self.said[request_id]
+            if request_id in self._cut:  # a truncate cut off twice: its last token is logged only behind it
+                said = said[: len(emitted)]
             assert emitted[: len(said)] == said, "said and not logged, or logged otherwise"
             assert sequence.request == replace(
                 self._requests[request_id], emitted=(), owner=sequence.request.owner, prompt=sequence.request.prompt
@@ -216,6 +219,7 @@ class Lives:
         cut = self.running(request_id)
         assert cut is not None
         self._committed.pop(request_id, None)
+        self._cut.add(request_id)
         num_said = num_tokens + 1 - cut.num_prompt
         self.said[request_id], before = self.said[request_id][:num_said], self.said[request_id]
         try:
