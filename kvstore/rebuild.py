@@ -31,7 +31,7 @@ from kvstore.sequences import SequenceTable
 from protos.errors import InternalError
 from protos.page_hash import PAGE_TOKENS, ROOT
 
-MAX_GENERATION = 1 << 62
+MAX_COUNT = 1 << 62  # of generations and epochs: they grow
 
 
 def demand_same(
@@ -54,6 +54,8 @@ def demand_same(
     ):
         if found != expected:
             raise bad_block(f"its {what} differ from what is asked for", found, expected)
+    if control.epoch > MAX_COUNT:  # the next one is greater
+        raise bad_block("its epoch", control.epoch, f"up to {MAX_COUNT}")
 
 
 def rebuild(table: SequenceTable, control: ControlBlock) -> None:
@@ -87,7 +89,7 @@ def _pages(name: str, control: ControlBlock, count: int) -> list[KnownPage]:
             or flags & ~(PAGE_INDEXED | PAGE_EXACT)
             or (exact and not known)
             or tier
-            or generation > MAX_GENERATION
+            or generation > MAX_COUNT
         ):
             raise bad_block(
                 f"page {number} of group {name!r}",

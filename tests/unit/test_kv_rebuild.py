@@ -407,6 +407,7 @@ def test_a_block_of_another_device_or_geometry_is_refused(hostile: Worker) -> No
         ("geometry digest", lambda c: c._header["geometry_digest"].__setitem__((0, 0), 1 ^ spec.geometry.digest()[0])),
         ("weights digest", lambda c: c._header["weights_digest"].__setitem__((0, 0), 0)),
         ("layer groups", lambda c: c._groups["name"].__setitem__((0, 0), ord("x"))),
+        ("epoch", lambda c: c._header["epoch"].__setitem__(0, (1 << 64) - 1)),
         ("page bytes", lambda c: c._groups["page_bytes"].__setitem__(0, 1)),
     ]
     for word, change in changes:
