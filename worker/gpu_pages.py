@@ -118,9 +118,7 @@ class GpuPages:
             return Sealing(tuple(pages), results, None)
         told = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
         told.copy_(results, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return Sealing(tuple(pages), told, done)
+        return Sealing(tuple(pages), told, _event_behind(device))
 
     def refill(self, group: str, pages: Sequence[PageRows]) -> None:
         """Unpacks tokens [begin, end) of the pages into the tail rings that they name."""
@@ -132,6 +130,13 @@ def _table(group: PageGroup, pages: Sequence[PageRows], *, seal: bool = False) -
     if any(page.page < 0 for page in pages):  # which the kernels would skip without a word
         raise InternalError("rows of a page that is not held", given=[page.page for page in pages], allowed="0 or more")
     return _on(page_table(group, pages, seal=seal), group.arena.device)
+
+
+def _event_behind(device: torch.device) -> torch.cuda.Event:
+    """Comes once all is done that was launched on the device's stream: its own, whatever GPU is the thread's."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _on(table: torch.Tensor, device: torch.device) -> torch.Tensor:

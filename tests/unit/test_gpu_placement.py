@@ -25,7 +25,7 @@ from kvstore.client import Arena
 from kvstore.geometry import CacheGeometry, apply_mode
 from tests.unit.fake_gpu_kernels import FakeGpuKernels
 from tests.unit.tiny import TINY, Harness, write_model
-from worker import model_runner
+from worker import gpu_pages, model_runner
 from worker.batch import Batch, SpanWork, build_batch
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView, Workspace
@@ -172,3 +172,16 @@ def test_kernels_are_loaded_while_their_gpu_is_the_threads_own(
         noting(name)
     Harness.load(write_model(tmp_path, head_dim=64), device="cuda:1", dtype="float16", kv_mode=mode)
     assert set(loaded) == ({"PreparedLaunch"} if mode == "dense" else {"load", "PreparedLaunch"})
+
+
+def test_a_seals_results_are_waited_for_on_the_stream_that_they_come_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event without a stream is recorded on the thread's current GPU, which knows nothing of another's launches."""
+
+    class Event:
+        def record(self, stream: object = None) -> None:
+            self.behind = stream
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream", device))
+    second = torch.device("cuda", 1)
+    assert vars(gpu_pages._event_behind(second)) == {"behind": ("stream", second)}
