@@ -243,6 +243,13 @@ def test_the_indexer_chooses_among_the_past_alone() -> None:
     assert choose(torch.tensor([[1.0, 5.0, 9.0, 9.0]]), torch.tensor([1]), 2).tolist() == [[0, -1]]
 
 
+def test_a_nan_score_chooses_no_row_out_of_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)  # what it holds may well be a row's number
+    nan = float("nan")
+    assert choose(torch.tensor([[1.0, nan, 3.0, nan, 2.0]]), torch.tensor([5]), 3).tolist() == [[2, -1, -1]]
+    assert choose(torch.full((2, 4), nan), torch.tensor([4, 3]), 2).tolist() == [[-1, -1]] * 2
+
+
 def test_ties_of_the_indexer_take_the_lowest_row_in_every_shape_of_step() -> None:
     """With few heads the ReLU makes 7 % of scores exactly 0, and top-k breaks ties by the tensor's shape."""
     config = tiny_config(**CSA, index_topk=4, index_n_heads=1)

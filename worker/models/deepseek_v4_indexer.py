@@ -28,11 +28,12 @@ def choose(scores: torch.Tensor, num_visible: torch.Tensor, topk: int) -> torch.
     """The ``topk`` best of each query's rows [0, num_visible), or all where there are no more: [T, topk] int64, rising.
 
     Args:
-        scores: [T, N] float32, N at least topk, no NaN.
+        scores: [T, N] float32, N at least topk. NaN among a query's visible rows (a broken model's) makes it
+            choose fewer.
         num_visible: [T] integers.
 
     Returns:
-        Row numbers; -1 behind them where a query sees fewer than topk rows.
+        Row numbers; -1 behind them where a query sees or chooses fewer than topk rows.
     """
     hidden = torch.arange(scores.shape[1], device=scores.device) >= num_visible.unsqueeze(1)
     scores = scores.masked_fill(hidden, -torch.inf)
@@ -43,5 +44,5 @@ def choose(scores: torch.Tensor, num_visible: torch.Tensor, topk: int) -> torch.
     # Each row to its place among those taken, the others behind them all: without asking how many there are.
     places = torch.where(taken, taken.cumsum(1) - 1, topk)
     numbers = torch.arange(scores.shape[1], device=scores.device).expand_as(places)
-    rows = places.new_empty((len(scores), topk + 1)).scatter_(1, places, numbers)[:, :topk]
+    rows = places.new_full((len(scores), topk + 1), -1).scatter_(1, places, numbers)[:, :topk]
     return rows.masked_fill(rows >= num_visible.unsqueeze(1), -1)
