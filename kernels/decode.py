@@ -10,6 +10,7 @@ CPU, is kernels/attention.py.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -32,8 +33,8 @@ MAX_WINDOW = 1 << 30  # the kernels add it to token positions in 32 bits
 
 
 class DecodeOptions(NamedTuple):
-    """Of a layer. sm_scale: of the scores, before softcap. window: tokens that a query sees, itself included; 0 = all.
-    softcap: 0 = none. sinks: f32 [q_heads], one more logit a head in the denominator only, or None."""
+    """Of a layer. sm_scale: of the scores, before softcap; above 0. window: tokens that a query sees, itself included;
+    0 = all. softcap: 0 = none. sinks: f32 [q_heads], one more logit a head in the denominator only, or None."""
 
     sm_scale: float
     window: int = 0
@@ -205,6 +206,13 @@ class DecodeLayer:
         set_pages(arguments, k, v)
         if tail is not None:
             set_tail(arguments, tail, k, self.dtype)
+        if not 0 < options.sm_scale < math.inf:  # hidden scores, -inf, are multiplied with it, too
+            raise _error(
+                "a layer's scores are scaled by a positive number",
+                given=f"sm_scale {options.sm_scale}",
+                allowed="finite, above 0",
+                action="pass the layer's own, mostly width ** -0.5; negate the queries where it is negative",
+            )
         if not 0 <= options.window <= MAX_WINDOW or options.softcap < 0:
             raise _error(
                 "windows and softcaps count from 0",
