@@ -142,6 +142,7 @@ def serve(check: Check, folder: Path) -> None:
             out = memory.stdout.decode()
             check.say(f"memory-{mode}", memory.returncode == 0 and "weights" in out, out=out[-1500:])
             if mode == "turboquant":
+                killed_in_a_stream(check, cluster, texts[mode])
                 killed(check, cluster, texts[mode])
     for mode, found in positions.items():
         place = folder / f"{mode}-reference"
@@ -158,6 +159,42 @@ def serve(check: Check, folder: Path) -> None:
             most_nats_apart=round(most, 4),
             limit=MOST_APART[mode],
         )
+
+
+async def generate_over(router: str, max_tokens: int, at: int, blow: Callable[[], None]) -> tuple[list[int], float]:
+    """Token ids of the one prompt, with a blow when so many are there; and the longest wait for a token, in seconds."""
+    token_ids: list[int] = []
+    longest, last, struck = 0.0, time.monotonic(), False
+    async with AsyncTailpack(router) as client:
+        async for chunk in client.generate(as_chat(PROMPT), max_tokens=max_tokens):
+            longest, last = max(longest, time.monotonic() - last) if token_ids else 0.0, time.monotonic()
+            token_ids += chunk.token_ids
+            if not struck and len(token_ids) >= at:
+                struck = True
+                blow()
+    return token_ids, longest
+
+
+def killed_in_a_stream(check: Check, cluster: ClusterProcess, before: list[int]) -> None:
+    """SIGKILL for the worker in the middle of an answer, which goes on where it was in what the next worker adopted."""
+    was, process = the_device(cluster), worker_process(cluster)
+    try:
+        made = generate_over(cluster.router, check.max_tokens, len(before) // 2, process.kill)
+        token_ids, longest = asyncio.run(made)
+        error = None
+    except TailpackError as failure:
+        token_ids, longest, error = [], 0.0, str(failure)
+    now = the_device(cluster)
+    check.say(
+        "killed-in-a-stream",
+        error is None and len(token_ids) == len(before) and now.epoch > was.epoch,
+        error=error,
+        tokens=len(token_ids),
+        struck_at=len(before) // 2,
+        tokens_alike=num_alike(before, token_ids),
+        longest_wait_s=round(longest, 2),
+        epochs=[was.epoch, now.epoch],
+    )
 
 
 def killed(check: Check, cluster: ClusterProcess, before: list[int]) -> None:
