@@ -87,7 +87,7 @@ class ClientStreams:
             try:
                 await read(self._client, stream, stream.request_id, resumable=number % 3 != 2)
             except TailpackError as error:
-                router_died = any(death > began - 1.0 for death in self.router_deaths)
+                router_died = any(death > began - 10.0 for death in self.router_deaths)  # one that drains takes a while
                 resumable = number % 3 != 2
                 lost = error.reason in ("ANSWER_LOST", "UNKNOWN_REQUEST")
                 if router_died and not resumable and isinstance(error, Unavailable):
