@@ -30,13 +30,16 @@ class Blow:
         return f"{signal.Signals(self.signum).name} {' and '.join(self.victims)}{stop}"
 
 
-def plan(seed: int, victims: Victims, *, pause_s: float, routers: bool = False) -> Iterator[Blow]:
-    """Blows without end: mostly kills, a third of them before what was hit before is back.
+def plan(
+    seed: int, victims: Victims, *, pause_s: float, routers: bool = False, all_up_share: float = 0.65
+) -> Iterator[Blow]:
+    """Blows without end, mostly kills.
 
     Args:
         pause_s: about as long as a process takes to come back, on a machine with nothing else to do.
         routers: are hit as well. Then nothing is left of an answer whose worker is told to end, or dies before another
             store has its memory; so workers are not told to end, and around a store's death all must be up.
+        all_up_share: of the blows; the others come before what was hit before is back.
     """
     rng = random.Random(f"plan {seed}")
     store_was_hit = False
@@ -46,7 +49,7 @@ def plan(seed: int, victims: Victims, *, pause_s: float, routers: bool = False) 
         if routers and signum == signal.SIGTERM and any(name.startswith("worker") for name in names):
             signum = signal.SIGKILL
         stop_s = rng.choice([0.02, 0.1, 0.4, 1.6]) if signum == signal.SIGSTOP else 0.0
-        all_up = rng.random() < 0.65 or (routers and (store_was_hit or "kvstore" in names))
+        all_up = rng.random() < all_up_share or (routers and (store_was_hit or "kvstore" in names))
         store_was_hit = "kvstore" in names
         yield Blow(rng.uniform(0.0, 1.3 * pause_s), all_up, names, signum, stop_s)
 

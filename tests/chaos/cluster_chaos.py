@@ -31,6 +31,7 @@ from tests.e2e.cluster import (
 
 NUM_ASKS = 8
 PAUSE_S = 1.6
+ALL_UP_SHARE = 0.3  # Ray takes seconds to bring a worker back
 OPTIONS = ["--workers", "2", "--deterministic", "--kv-bytes", "16M", "--max-running", "4", "--threads", "1"]
 VICTIMS: Victims = [
     (("worker-0",), 27),
@@ -75,7 +76,12 @@ async def run(seed: int, num_blows: int, folder: Path) -> Report:
                     has_ended=lambda request_id: has_ended(cluster.folder.glob("logs/worker-*.log"), request_id),
                 )
                 await _under_blows(
-                    cluster, client, streams, num_blows, plan(seed, VICTIMS, pause_s=PAUSE_S, routers=True), report
+                    cluster,
+                    client,
+                    streams,
+                    num_blows,
+                    plan(seed, VICTIMS, pause_s=PAUSE_S, routers=True, all_up_share=ALL_UP_SHARE),
+                    report,
                 )
                 await _idle(cluster, client)
             report.streams, report.counts = len(streams.ended), streams.counts

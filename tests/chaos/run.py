@@ -47,7 +47,7 @@ class Round:
 
 
 # In turn; the slow one less often.
-ROUNDS = ("dense", "turboquant", "dense*2", "recompute", "turboquant*2", "dense", "v4", "turboquant")
+ROUNDS = ("dense", "turboquant", "dense*2+2", "recompute", "turboquant*2", "dense*2", "v4", "turboquant+2")
 
 
 def rounds(process: int, cluster: int, seed: int) -> list[Round]:

@@ -1,4 +1,4 @@
-"""200 deaths of stores and workers at random moments, without Ray; `make chaos` deals 1,800."""
+"""200 deaths of stores, workers and routers at random moments, without Ray; `make chaos` deals 1,800."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "blows"),
     [
-        ("dense", 60),
-        ("dense*2", 40),
+        ("dense", 50),
+        ("dense*2", 25),
+        ("dense*2+2", 25),
         ("recompute", 30),
         ("turboquant", 40),
         ("turboquant*2", 20),
@@ -42,4 +43,5 @@ async def test_every_stream_is_what_it_would_have_been(zygote: Zygote, models: P
     report = await play(zygote, wanted, models)
     print(report)
     assert report.blows >= blows
-    assert report.interrupted > 0
+    if "+" not in kind:  # what routers went through, callers are not told
+        assert report.interrupted > 0
