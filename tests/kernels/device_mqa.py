@@ -53,10 +53,10 @@ CORNERS = {
     "uneven rows": Case(lengths=(900, 1200, 5000), uneven=6.0, sm_scale=1e-9),
     "some tiles uneven": Case(lengths=(900, 1200), uneven=1.3, sm_scale=1e-3),
     "uneven rows, window": Case(lengths=(900, 700), uneven=6.0, sm_scale=1e-9, window=300, num_queries=3, group=16),
-    "uneven rows, softcap": Case(lengths=(900, 1200), uneven=4.0, sm_scale=1e-5, softcap=5.0),
+    "uneven rows, softcap": Case(lengths=(900, 1200), uneven=3.0, sm_scale=1e-5, softcap=5.0),
     "tiny rows": Case(lengths=(900, 400), norm=1e-8, sm_scale=1e6),
     "f16": Case(lengths=(900, 1200), row_type="f16", drift=1.0),
-    "norms of 1e6": Case(lengths=(900, 400), norm=1e6, sm_scale=1e-9),
+    "norms of 1e6": Case(lengths=(900, 400), norm=1e6, sm_scale=4e-8),
     "more work than CTAs": Case(lengths=tuple(range(200, 20000, 900))),
 }
 

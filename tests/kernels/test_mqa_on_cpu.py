@@ -16,7 +16,7 @@ from tests.kernels.mqa_stages import stages
 
 pytestmark = needs_compiler
 
-ERROR = 5e-3  # of the output: bf16 rounds it to 2e-3 at most; of 200 seeds the worst had 4.1e-3
+ERROR = 5e-3  # of the output: bf16 rounds it to 2e-3 at most; of 37 seeds a case the worst had 4.3e-3
 
 Build = Callable[..., Emulator]
 
@@ -67,11 +67,12 @@ CASES = {
     "uneven rows": Case(lengths=(900, 1200, 700), uneven=6.0, sm_scale=1e-9),
     "some tiles uneven": Case(lengths=(900, 1200), uneven=1.3, sm_scale=1e-3),
     "uneven rows, window": Case(lengths=(900, 700), uneven=6.0, sm_scale=1e-9, window=300, num_queries=3, group=16),
-    "uneven rows, softcap": Case(lengths=(900, 1200), uneven=4.0, sm_scale=1e-5, softcap=5.0),
+    "uneven rows, softcap": Case(lengths=(900, 1200), uneven=3.0, sm_scale=1e-5, softcap=5.0),
     "tiny rows": Case(lengths=(900, 400), norm=1e-8, sm_scale=1e6),
     "f16": Case(lengths=(900, 700), row_type="f16", drift=1.0),
     "f16 of few rows that count": Case(lengths=(900, 400), row_type="f16", drift=8.0, window=150, num_queries=2),
-    "norms of 1e6": Case(lengths=(900, 400), norm=1e6, sm_scale=1e-9),
+    "norms of 1e6": Case(lengths=(900, 400), norm=1e6, sm_scale=4e-8),
+    "norms of 1e12": Case(lengths=(900, 400), norm=1e12, sm_scale=4e-14),  # too far from 1 for even tiles
     "a ring that wraps": Case(lengths=(1000, 1279), tail_tokens=(200, 255), ring_rows=384),
 }
 
