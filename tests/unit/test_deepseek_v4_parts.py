@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from worker.models.deepseek_v4_checkpoint import tensors
 from worker.models.deepseek_v4_config import Yarn
 from worker.models.deepseek_v4_hyper import HyperWeights, mixing, read_streams, write_streams
 from worker.models.deepseek_v4_indexer import choose, index_scores
-from worker.models.deepseek_v4_moe import clamped_swiglu
+from worker.models.deepseek_v4_moe import MoeWeights, _grouped, clamped_swiglu
 from worker.models.deepseek_v4_pieces import by_rows
 from worker.models.deepseek_v4_rope import frequencies, layer_frequencies, rotate_last, rotation
 
@@ -161,6 +162,33 @@ def test_the_clamp_binds_in_every_expert(which: str) -> None:
     clamped = Driver(config, weights).run(tokens, [20])
     free = Driver(replace(config, swiglu_limit=1e9), weights).run(tokens, [20])
     assert (clamped - free).abs().max() > 1e-2
+
+
+def test_grouped_products_give_each_row_its_own_experts_sum() -> None:
+    """A GPU's way through the experts: experts that nobody chose among them, and one that all rows did."""
+    generator = torch.Generator().manual_seed(3)
+    num_rows, num_experts, chosen, hidden, inner = 9, 8, 3, 64, 32
+    up, down = (
+        torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5).bfloat16()
+        for shape in ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
+    )
+    x = (4 * torch.randn(num_rows, hidden, generator=generator)).bfloat16()
+    unused = torch.empty(0)
+    weights = MoeWeights(unused, None, None, up, down, unused, unused)
+    config: Any = SimpleNamespace(num_experts=num_experts, experts_per_token=chosen, swiglu_limit=2.0)
+    choices = ((5, 1, 2), (1, 5, 6), (6, 2, 5))  # of 0, 3, 4 and 7 nothing
+    experts = torch.tensor([choices[row % 3] for row in range(num_rows)])
+    shares = torch.rand(num_rows, chosen, generator=generator)
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    got = _grouped(x, order // chosen, order, sorted_experts, shares.flatten()[order], weights, config)
+    want = torch.zeros(num_rows, hidden)
+    for row in range(num_rows):
+        for expert, share in zip(experts[row].tolist(), shares[row], strict=True):
+            gated = clamped_swiglu((up[expert].float() @ x[row].float())[None], 2.0, deterministic=False)[0]
+            want[row] += share * (down[expert].float() @ gated)
+    assert got.dtype == torch.float32
+    errors = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert errors.max() < 1e-2, errors
 
 
 @pytest.mark.parametrize("expert", [-1, 8])
