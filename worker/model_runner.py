@@ -106,6 +106,7 @@ class ModelRunner:
                             on_gpu,
                             max_sequences=max_sequences,
                             max_sequence_tokens=max_sequence_tokens,
+                            few_rows=0,  # cuBLAS was faster: 5.07 against 5.73 ms a step of Llama-3-8B alone on an H200
                         )
                         graphs.capture(_tell_progress)
                         self._decode = DecodeRows(graphs)

@@ -154,12 +154,10 @@ __device__ __forceinline__ void produce_packed(const DecodeArgs& args, const Mqa
     const auto scales_of = [&](const uint8_t* page, int tile) {
         return reinterpret_cast<const float*>(page + scale_offset) + tile * kTileRows;
     };
-    // A page's codes and scales into L2, two pages before they are loaded, by the copy engine: publish_half's fence waits for
-    // all that its lane has under way, a prefetch of its own too, and that is memory's whole latency.
-    const bool prefetches = half == 0 && thread == 0;
-    const uint32_t page_bytes = static_cast<uint32_t>(args.k_scales_offset) + 4 * kPageTokens;
+    // A page's codes into L2, two pages before they are loaded: that latency is short.
     const auto prefetch = [&](const uint8_t* at) {
-        if (prefetches) prefetch_l2(at - first_code, page_bytes);
+#pragma unroll
+        for (int i = 0; i < 4; i++) prefetch_l2(at + i % 2 * 8 * kRowBytes + i / 2 * kTileBytes);
     };
 
     const uint8_t* page = page_at(0);

@@ -40,6 +40,11 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
     return r;
 }
 
+// ---- global memory
+
+// The 128 bytes around an address into L2.
+__device__ __forceinline__ void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory"); }
+
 // ---- matrix descriptors (PTX ISA, "Matrix Descriptor Format"); byte offsets in units of 16
 
 // A slab with the contracted dim along its rows: A of 64 rows, or B of 64 columns. Step s of 16 values: + 2 s.

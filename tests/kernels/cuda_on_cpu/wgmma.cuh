@@ -31,6 +31,7 @@ inline void store_shared_4(uint32_t address, uint32_t x, Where where = Where::he
 inline uint32_t load_shared_4(uint32_t address, Where where = Where::here()) {
     return load_shared<uint32_t>(address, "load_shared_4", where);
 }
+inline void prefetch_l2(const void*) {}
 
 // ---- matrix descriptors
 
