@@ -129,16 +129,21 @@ class Cluster:
 
     def _again(self, dead: Child, arguments: list[str]) -> Child:
         """A child in place of one that has ended. Raises ChildDied: it is not to be, or it was tried often enough."""
-        why, now = dead.died(), time.monotonic()
-        deaths = self._deaths[dead.name] = [at for at in self._deaths.get(dead.name, []) if now - at < DEATHS_S]
-        if self.config.no_restart or len(deaths) >= MAX_DEATHS:
-            raise why
-        deaths.append(now)
-        dead.stop(0.0)
-        child = Child(dead.name, arguments, dead.log_file)
-        child.wait_ready(START_TIMEOUT_S)
-        self.console.print(f"{why.message}; it was started again", markup=False, highlight=False, soft_wrap=True)
-        return child
+        while True:
+            why, now = dead.died(), time.monotonic()
+            deaths = self._deaths[dead.name] = [at for at in self._deaths.get(dead.name, []) if now - at < DEATHS_S]
+            if self.config.no_restart or len(deaths) >= MAX_DEATHS:
+                raise why
+            deaths.append(now)
+            dead.stop(0.0)
+            child = Child(dead.name, arguments, dead.log_file)
+            try:
+                child.wait_ready(START_TIMEOUT_S)
+            except ChildDied:  # while it started: one death more
+                dead = child
+                continue
+            self.console.print(f"{why.message}; it was started again", markup=False, highlight=False, soft_wrap=True)
+            return child
 
     # --- up ---
 
