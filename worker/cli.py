@@ -232,7 +232,12 @@ def one_worker_options(command: Any) -> Any:
     """A worker's settings, for commands that run workers beside a kvstore that is there."""
     options = (
         click.option("--model", required=True, help="As for `tailpack up`."),
-        click.option("--kv-socket", required=True, type=click.Path(path_type=Path), help="The kvstore's socket."),
+        click.option(
+            "--kv-socket",
+            required=True,
+            type=click.Path(path_type=Path, readable=False),  # it may go while it is looked at: its store died
+            help="The kvstore's socket.",
+        ),
         click.option("--deterministic", is_flag=True, help="A request's tokens do not depend on what else runs."),
         advanced_option("--decode-graphs", is_flag=True, help="As for `tailpack up`."),
         advanced_option("--name", help="What callers ask for.  [default: the model's]"),
