@@ -66,7 +66,7 @@ class Served:
             checkpoint_slots=config.num_checkpoints if self.model.geometry.tail_bytes else 0,
         )
         self.outputs: list[Output] = []
-        self.engine = Engine(config, self.model, self.attachment, self._take)  # type: ignore[arg-type]
+        self.engine = Engine(config, self.model, self.attachment, self._take)
 
     def _take(self, result: StepResult) -> None:
         self.outputs += result.outputs

@@ -123,7 +123,7 @@ class GpuHarness(Harness):
             device=config.device,
         )
         self.results, self.outputs = [], {}
-        self.engine = Engine(config, model, self.attachment, self._take)  # type: ignore[arg-type]
+        self.engine = Engine(config, model, self.attachment, self._take)
 
 
 @dataclass

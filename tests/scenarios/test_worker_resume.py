@@ -273,7 +273,7 @@ async def real(folder: Path) -> AsyncIterator[Real]:
     )
     clock = [0.0]
     sessions = Sessions(asyncio.get_running_loop(), lambda: clock[0])
-    engine = Engine(config, model, attachment, sessions.emit)  # type: ignore[arg-type]
+    engine = Engine(config, model, attachment, sessions.emit)
     info = types_pb2.WorkerInfo(worker_id="w", incarnation="1", model=model.info, max_running=8, features=["resume"])
     server = rpc.RpcServer("worker")
     service = WorkerService(engine, sessions, info, worker_pb2.WorkerMemory)

@@ -364,7 +364,7 @@ class Live:
         self.engine = Engine(
             self.harness.engine._config,
             model,
-            self.harness.attachment,  # type: ignore[arg-type]
+            self.harness.attachment,
             emit,
             self.failures.append,
         )

@@ -9,10 +9,12 @@ import socket
 import struct
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from kvstore.fd_server import FdServer, deliver, fetch
+from kvstore.suspects import Holder
 from protos import kvstore_pb2
 from protos.errors import PermissionDenied, Unavailable
 from tests.unit.descriptors import open_descriptors
@@ -62,19 +64,22 @@ async def test_what_is_delivered_and_not_taken_is_closed(tmp_path: Path) -> None
     server, before = FdServer(tmp_path / "s"), open_descriptors()
     with server.expect(2) as (_, delivery):
         fds = [os.open(tmp_path, os.O_RDONLY) for _ in range(2)]
-        assert not delivery.bring(fds[:1])
+        holder, other = Mock(spec=Holder), Mock(spec=Holder)
+        assert not delivery.bring(fds[:1], holder)
         assert not delivery.arrived.is_set()
-        assert delivery.bring(fds)
-        assert not delivery.bring(fds), "once"
+        assert delivery.bring(fds, holder)
+        assert not delivery.bring(fds, other), "once"
     assert not open_descriptors() - before
-    assert delivery.take() == []
+    assert holder.close.called and not other.close.called
+    assert delivery.take() == ([], None)
 
 
 async def test_what_is_delivered_too_late_stays_the_bringers(tmp_path: Path) -> None:
     with FdServer(tmp_path / "s").expect(1) as (_, delivery):
         pass
     fd = os.open(tmp_path, os.O_RDONLY)
-    assert not delivery.bring([fd])
+    holder = Mock(spec=Holder)
+    assert not delivery.bring([fd], holder) and not holder.close.called
     os.close(fd)
 
 

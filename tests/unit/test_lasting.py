@@ -175,7 +175,7 @@ def test_patience_ends(served: Callable[..., tuple[Model, WorkerConfig]], monkey
     model, config = served("dense")
     scene = Scene(model, config)
     now = 0.0
-    monkeypatch.setattr(lasting.time, "monotonic", lambda: now)
+    monkeypatch.setattr("worker.lasting.time.monotonic", lambda: now)
     scene.attachment.lost = "it died"
     scene.lasting.look_after()
     now = 61.0

@@ -111,7 +111,7 @@ class Harness:
         )
         self.results: list[StepResult] = []
         self.outputs: dict[str, list[Output]] = {}
-        self.engine = Engine(config, model, self.attachment, self._take, spans=spans)  # type: ignore[arg-type]
+        self.engine = Engine(config, model, self.attachment, self._take, spans=spans)
 
     @staticmethod
     def load(folder: Path, **changes: Any) -> Harness:
