@@ -96,11 +96,6 @@ __device__ __forceinline__ void correct(Output& out, const float (&correction)[2
     }
 }
 
-// A score of the softmax's argument, x = factor * score, or with softcap cap log2 e tanh(s / cap), tanh y = 1 - 2 / (1 + 2^(2
-// log2 e y)).
-__device__ __forceinline__ float capped(const DecodeArgs& args, float score, float factor) {
-    return args.softcap * kLog2E * (1.0f - divide_fast(2.0f, 1.0f + exp2_fast(score * factor)));
-}
 // Of a thread's two vectors, the rows of a tile that they see: those of register 4 i + 2 v + j with begin <= 8 i + j < end.
 struct VisibleRows {
     int begin[2], end[2];
@@ -146,9 +141,11 @@ __device__ __forceinline__ void weigh_even(const DecodeArgs& args, uint32_t shar
     const float down = __uint_as_float(static_cast<uint32_t>(127 - static_cast<int>(exponent)) << 23);
     const float own[2] = {state.factor[0] * up, state.factor[1] * up};
     const float factor[2] = {SOFTCAP ? 1.0f : own[0], SOFTCAP ? 1.0f : own[1]};
+    // x = factor * score, or with softcap cap log2 e tanh(s / cap), tanh y = 1 - 2 / (1 + 2^(2 log2 e y)).
     if constexpr (SOFTCAP) {
 #pragma unroll
-        for (int i = 0; i < 32; i++) scores[i] = capped(args, scores[i], own[i / 2 % 2]);
+        for (int i = 0; i < 32; i++)
+            scores[i] = args.softcap * kLog2E * (1.0f - divide_fast(2.0f, 1.0f + exp2_fast(scores[i] * own[i / 2 % 2])));
     }
     const VisibleRows visible(args, shared, n, offset);
     if (visible.masked) {
@@ -206,7 +203,8 @@ __device__ __forceinline__ void weigh(const DecodeArgs& args, uint32_t shared, u
             float& score = scores[4 * i + j];
             const int v = j / 2, row = 8 * i + j % 2;
             score *= j % 2 == 0 ? scale.x : scale.z;
-            if constexpr (SOFTCAP) score = capped(args, score, state.factor[v]);
+            if constexpr (SOFTCAP)
+                score = args.softcap * kLog2E * (1.0f - divide_fast(2.0f, 1.0f + exp2_fast(score * state.factor[v])));
             if (visible.masked && visible.hides(v, row)) score = hidden_score();
             top[v] = fmaxf(top[v], fmaf(score, factor[v], j % 2 == 0 ? scale.y : scale.w));
         }

@@ -90,7 +90,7 @@ MID_DECODE = f"after:{HELD}:SequenceKv.keep_rows:30"
 ADOPTING = [
     ("attached", "dense", "after:worker.shell:_attach:1"),
     ("before it adopts", "dense", f"before:{ENGINE}:Engine.adopt:1"),
-    ("half adopted", "turboquant", f"after:{HELD}:SequenceKv._finish_step:2"),
+    ("half adopted", "turboquant", f"after:{HELD}:SequenceKv._take:2"),
     ("adopted, not served", "dense", f"after:{ENGINE}:Engine.adopt:1"),
     ("served, first step", "dense", f"after:{HELD}:SequenceKv.keep_rows:1"),
     ("served, first commit", "turboquant", f"after:{ENGINE}:Engine._commit:1"),

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from protos import router_pb2, types_pb2
-from protos.errors import TailpackError, WorkerLost
+from protos.errors import TailpackError
 from router.client import AsyncTailpack, build_request
 from tests.e2e.cluster import ClusterProcess, run_cli
 from tests.e2e.probe import answer, assert_nothing_left_over, assert_works
@@ -152,8 +152,8 @@ async def test_cancel_by_id_ends_a_request_at_once(cluster: ClusterProcess) -> N
 
 
 @pytest.mark.slow
-async def test_a_killed_worker_comes_back_and_its_requests_end_by_name(cluster: ClusterProcess) -> None:
-    """SIGKILL for one worker while requests run on both: those on it fail as WORKER_LOST, the others go on."""
+async def test_a_killed_worker_comes_back_and_its_requests_go_on(cluster: ClusterProcess) -> None:
+    """SIGKILL for one worker while requests run on both: all of them come to their ends."""
     async with AsyncTailpack(cluster.router) as client:
         before = {worker.info.worker_id: worker.info.incarnation for worker in await client.list_workers()}
 
@@ -161,12 +161,9 @@ async def test_a_killed_worker_comes_back_and_its_requests_end_by_name(cluster: 
 
         async def run(number: int) -> str:
             tokens = 0
-            try:
-                async for chunk in client.generate([7 + number], max_tokens=900, ignore_eos=True, timeout_s=60.0):
-                    started.setdefault(number, chunk.worker_id)
-                    tokens += len(chunk.token_ids)
-            except WorkerLost as lost:
-                return lost.reason
+            async for chunk in client.generate([7 + number], max_tokens=900, ignore_eos=True, timeout_s=60.0):
+                started.setdefault(number, chunk.worker_id)
+                tokens += len(chunk.token_ids)
             return f"{tokens} tokens"
 
         tasks = [asyncio.create_task(run(number)) for number in range(4)]
@@ -175,8 +172,7 @@ async def test_a_killed_worker_comes_back_and_its_requests_end_by_name(cluster: 
         assert set(started.values()) == {"worker-0", "worker-1"}
         os.kill(cluster.pids["workers"][0], signal.SIGKILL)
         ends = await asyncio.gather(*tasks)
-        for number, end in enumerate(ends):
-            assert end == ("WORKER_LOST" if started[number] == "worker-0" else "900 tokens"), (started, ends)
+        assert ends == ["900 tokens"] * 4, (started, ends)
 
         await assert_works(cluster)  # the other worker, or the new one
         deadline = time.monotonic() + 60

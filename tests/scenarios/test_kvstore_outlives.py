@@ -24,6 +24,7 @@ from protos import kvstore_pb2, kvstore_pb2_grpc, rpc
 from protos.errors import KvStoreLost, PermissionDenied, Unavailable
 from tests.scenarios import test_kvstore_packed as packed
 from tests.scenarios.kvstore_process import GEOMETRY, PAGE_BYTES, StoreProcess, eventually, worker_process
+from tests.unit.descriptors import open_descriptors
 
 PROMPT = list(range(200))
 
@@ -395,7 +396,7 @@ def memfd(num_bytes: int) -> int:
 @given(answer=st.binary(max_size=200), num_fds=st.integers(0, 4))
 def test_a_worker_outlives_any_store(answer: bytes, num_fds: int) -> None:
     """What answers on the descriptor socket is not believed either; descriptors that come are closed."""
-    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    before = open_descriptors()
     with tempfile.TemporaryDirectory(prefix="kv") as made:
         path = Path(made) / "fds"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -422,7 +423,7 @@ def test_a_worker_outlives_any_store(answer: bytes, num_fds: int) -> None:
             pass
         thread.join(5)
         listener.close()
-    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
+    assert not open_descriptors() - before
 
 
 def test_another_users_process_gets_nothing(folder: Path) -> None:
@@ -443,5 +444,6 @@ def test_another_users_process_gets_nothing(folder: Path) -> None:
         )
         grpc_socket, fd_socket = done.stdout.splitlines()
         assert grpc_socket == "kvstore.sock PermissionError"
-        assert fd_socket in ("kvstore-fds.sock b''", "kvstore-fds.sock ConnectionResetError")
+        ends = ("b''", "ConnectionResetError", "BrokenPipeError")  # by what came of its bytes first
+        assert fd_socket in [f"kvstore-fds.sock {end}" for end in ends]
         eventually(lambda: any("another user" in line["event"] for line in store.log()))

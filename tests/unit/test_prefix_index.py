@@ -185,9 +185,9 @@ def test_an_exact_page_takes_the_place_of_an_inexact_one() -> None:
     pages = PrefixIndex(["full"], events=log)
     add(pages, "ab", 0, exact=False)
     a, b = chain("ab")
-    assert pages.add("full", a, 7, parent=ROOT, exact=True) == Added(True)  # page 0 is still held by somebody
+    assert pages.add("full", a, 7, parent=ROOT, exact=True) == Added(True, replaced=0)  # still held by somebody
     assert pages.unpin("full", [0, 1]) == [0]  # who gives it back as one that is not kept
-    assert pages.add("full", b, 8, parent=a, exact=True) == Added(True, free=1)
+    assert pages.add("full", b, 8, parent=a, exact=True) == Added(True, free=1, replaced=1)
     assert pages.lookup([a, b])["full"].pages == [7, 8]
     assert pages.lookup([a, b])["full"].exact
     assert log.cursor == 2  # nothing appeared or went
@@ -445,7 +445,7 @@ class IndexMachine(RuleBasedStateMachine):
         if other is not None and (mine[other].exact or not exact):
             assert answer == Added(False)
             return
-        assert answer == Added(True, other if other is not None and not mine[other].pinned else None)
+        assert answer == Added(True, other if other is not None and not mine[other].pinned else None, other)
         if other is not None:
             del mine[other]
         self.clock += 1
