@@ -176,45 +176,33 @@ def check_nothing_lost(caller: Caller) -> None:
     assert sum(load.tokens_recomputed_after_adoption for load in caller.loads) == 0
 
 
-@pytest.mark.parametrize(("kind", "death"), [case[1:] for case in DEATHS], ids=[case[0] for case in DEATHS])
-async def test_a_worker_s_death(scenes: dict[str, Scene], kind: str, death: str) -> None:
-    scene = scenes[kind]
+async def worker_dies(scene: Scene, *deaths: str) -> None:
+    """Of the worker's first lives, one each; every caller gets all of its answer."""
     node = Node(scene.zygote, scene.setting)
-    node.workers[0].deaths = [Death.parse(death)]
+    node.workers[0].deaths = [Death.parse(death) for death in deaths]
     async with node:
         caller = scene.caller(node)
         await scene.all_end(caller)
-        assert len(node.workers[0].died) == 1, "it never came there"
+        assert len(node.workers[0].died) == len(deaths), "it never came there"
         check_nothing_lost(caller)
         await scene.check_end(node)
+
+
+@pytest.mark.parametrize(("kind", "death"), [case[1:] for case in DEATHS], ids=[case[0] for case in DEATHS])
+async def test_a_worker_s_death(scenes: dict[str, Scene], kind: str, death: str) -> None:
+    await worker_dies(scenes[kind], death)
 
 
 @pytest.mark.parametrize(("kind", "death"), [case[1:] for case in ADOPTING], ids=[case[0] for case in ADOPTING])
 async def test_a_worker_s_death_while_it_adopts(scenes: dict[str, Scene], kind: str, death: str) -> None:
-    scene = scenes[kind]
-    node = Node(scene.zygote, scene.setting)
-    node.workers[0].deaths = [Death.parse(death if "fork" in death else MID_DECODE), Death.parse(death)]
-    async with node:
-        caller = scene.caller(node)
-        await scene.all_end(caller)
-        assert len(node.workers[0].died) == 2, "it never came there"
-        check_nothing_lost(caller)
-        await scene.check_end(node)
+    await worker_dies(scenes[kind], death if "fork" in death else MID_DECODE, death)
 
 
 @pytest.mark.parametrize(("kind", "death"), [case[1:] for case in STANDSTILLS], ids=[case[0] for case in STANDSTILLS])
 async def test_a_worker_that_stands_still_is_ended_by_its_store(
     scenes: dict[str, Scene], kind: str, death: str
 ) -> None:
-    scene = scenes[kind]
-    node = Node(scene.zygote, scene.setting)
-    node.workers[0].deaths = [Death.parse(death)]
-    async with node:
-        caller = scene.caller(node)
-        await scene.all_end(caller)
-        assert len(node.workers[0].died) == 1, "it never came there"
-        check_nothing_lost(caller)
-        await scene.check_end(node)
+    await worker_dies(scenes[kind], death)
 
 
 @pytest.mark.parametrize(("kind", "death"), [case[1:] for case in TAKING_OVER], ids=[case[0] for case in TAKING_OVER])
