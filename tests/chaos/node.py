@@ -40,6 +40,7 @@ class Setting:
     Args:
         model: folder or name; llama's small ones and tiny-v4.
         options: of its workers.
+        device: of all workers, each with an index of its own: "cpu" or "cuda".
     """
 
     name: str
@@ -47,6 +48,7 @@ class Setting:
     options: tuple[str, ...] = ()
     num_workers: int = 1
     num_routers: int = 0
+    device: str = "cpu"
 
 
 class Server:
@@ -94,7 +96,14 @@ class Node:
         for index in range(self.setting.num_workers):
             address = free_address()
             arguments = ["worker", "serve", "--model", str(self.setting.model), "--kv-socket", str(self.kv_socket)]
-            arguments += ["--listen", address, "--worker-id", f"worker-{index}", "--device", f"cpu:{index}"]
+            arguments += [
+                "--listen",
+                address,
+                "--worker-id",
+                f"worker-{index}",
+                "--device",
+                f"{self.setting.device}:{index}",
+            ]
             arguments += ["--deterministic", "--threads", "1", "--drain-s", "0.2", "--log-json"]
             arguments += ["--otlp-endpoint", "none", "--adopt-grace-s", "5", *self.setting.options]
             self.workers.append(Server(f"worker-{index}", arguments, self.folder))
