@@ -18,6 +18,7 @@ from kernels.linear_cuda import ROW_TYPES
 from kernels.step_cells import sample_cell
 
 THREADS = 1024
+LOGIT_TYPES = {**ROW_TYPES, torch.float32: "f32"}
 NO_TOKEN, NOT_FINITE = -1, -2  # in place of a token
 
 _i32, _i64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
@@ -82,7 +83,7 @@ class SampleKernel:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._index = device.index or 0
         self._arguments = SampleArgs()
-        cell = sample_cell(ROW_TYPES[dtype])
+        cell = sample_cell(LOGIT_TYPES[dtype])
         overlap = loader.overlaps_launches(loader.arch_of(device))
         self._launch = loader.PreparedLaunch(
             cell, cell.kernels[0], self._index, self._arguments, threads=THREADS, overlap=overlap
@@ -106,8 +107,8 @@ def set_sample(arguments: SampleArgs, logits: Tensor, state: SampleState) -> Non
         if x.dtype != dtype or x.shape != wanted or not x.is_contiguous():
             raise _unfit(name, x, f"contiguous {dtype} {tuple(wanted)}")
         setattr(arguments, name, x.data_ptr())
-    if logits.dtype not in ROW_TYPES or logits.stride(1) != 1 or state.out.dim() != 2 or state.out.shape[1] < rows:
-        raise _unfit("logits or out", logits, f"bf16 or f16 [B, vocabulary]; out [slots, {rows} or more]")
+    if logits.dtype not in LOGIT_TYPES or logits.stride(1) != 1 or state.out.dim() != 2 or state.out.shape[1] < rows:
+        raise _unfit("logits or out", logits, f"bf16, f16 or f32 [B, vocabulary]; out [slots, {rows} or more]")
     words = -(-vocabulary // 32)
     if state.seen is not None and (state.seen.dtype != torch.int32 or state.seen.shape != (rows, words)):
         raise _unfit("seen", state.seen, f"int32 [{rows}, {words}]")

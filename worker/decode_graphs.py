@@ -1,4 +1,5 @@
-"""Decode steps from captured CUDA graphs: one graph for each number of rows in ``buckets``, captured at start.
+"""Decode steps from captured CUDA graphs, captured at start: one for each number of rows in ``buckets``, and of tokens
+in the layers' ``reaches``.
 
 A step is one graph launch and one event. Its input is there already: the token that the step before drew, one token
 more, and what the host has patched (worker/decode_state.py). So steps follow each other without a round trip, and the
@@ -25,8 +26,10 @@ from protos.errors import InternalError
 from worker.decode_layers import DecodeLayers
 from worker.decode_state import SLOTS, DecodeState, RowStart
 from worker.kv_view import KvView
+from worker.models.deepseek_v4 import DeepseekV4
 from worker.models.gpu_attention import GpuAttention
 from worker.models.llama import Llama
+from worker.v4_decode_layers import V4DecodeLayers
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
@@ -49,17 +52,17 @@ class DecodeGraphs:
     """The decode runner of one model over one attachment's memory. Used by the engine thread only.
 
     Args:
-        attention: of ``kv``, on the GPU.
+        attention: of ``kv``, on the GPU; None for DeepSeek-V4, which attends by PyTorch.
         max_sequences, max_sequence_tokens: the largest step.
         buckets: numbers of rows to capture, those above ``max_sequences`` left out, that itself added.
-        few_rows, prefetch_tokens, fp8: see ``DecodeLayers``.
+        few_rows, prefetch_tokens, fp8: see ``DecodeLayers``; of the llama family alone.
     """
 
     def __init__(
         self,
-        network: Llama,
+        network: Llama | DeepseekV4,
         kv: KvView,
-        attention: GpuAttention,
+        attention: GpuAttention | None,
         *,
         max_sequences: int,
         max_sequence_tokens: int,
@@ -72,10 +75,16 @@ class DecodeGraphs:
         self.buckets = tuple(sorted({*(b for b in buckets if b < max_sequences), max_sequences}))
         vocab_size = network.config.vocab_size
         self.state = DecodeState(kv.geometry, vocab_size, max_sequences, max_sequence_tokens, self._device)
-        self.layers = DecodeLayers(
-            network, kv, self.state, attention, few_rows=few_rows, prefetch_tokens=prefetch_tokens, fp8=fp8
-        )
-        self._replays: dict[int, Replay] = {}
+        self.layers: DecodeLayers | V4DecodeLayers
+        if isinstance(network, DeepseekV4):
+            self.layers = V4DecodeLayers(network, kv, self.state)
+        else:
+            assert attention is not None
+            self.layers = DecodeLayers(
+                network, kv, self.state, attention, few_rows=few_rows, prefetch_tokens=prefetch_tokens, fp8=fp8
+            )
+        self._replays: dict[tuple[int, int], Replay] = {}
+        self._ahead: dict[int, int] = {}  # by row: by how much its tokens at a step exceed the step's number, at most
         self._rows: dict[int, int] = {}  # of the steps whose tokens are kept
         count = SLOTS if self._device.type == "cuda" else 0
         self._events = [torch.cuda.Event() for _ in range(count)]  # type: ignore[no-untyped-call]
@@ -91,10 +100,11 @@ class DecodeGraphs:
         on_gpu = self._device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if on_gpu else None
         before = torch.cuda.memory_reserved(self._device) if on_gpu else 0
-        for number, rows in enumerate(reversed(self.buckets), 1):
-            self._replays[rows] = self._capture(rows, pool) if on_gpu else partial(self.layers.run, rows)
+        kinds = [(rows, reach) for rows in reversed(self.buckets) for reach in reversed(self.layers.reaches)]
+        for number, kind in enumerate(kinds, 1):
+            self._replays[kind] = self._capture(*kind, pool) if on_gpu else partial(self.layers.run, *kind)
             if progress is not None:
-                progress(number, len(self.buckets))
+                progress(number, len(kinds))
         if on_gpu:
             self._pool_bytes = torch.cuda.memory_reserved(self._device) - before
         self.state.reset()
@@ -110,9 +120,14 @@ class DecodeGraphs:
     def enter(self, row: int, start: RowStart) -> None:
         """A sequence takes a row, from the next step on."""
         self.state.enter(row, start)
+        self._ahead[row] = start.num_tokens - (self.state.num_launched + 1)
 
     def leave(self, row: int) -> None:
         self.state.leave(row)
+        self._ahead.pop(row, None)
+
+    def set_token(self, row: int, token: int) -> None:
+        self.state.set_token(row, token)
 
     def set_pages(self, row: int, group: str, first: int, page_ids: Sequence[int]) -> None:
         self.state.set_pages(row, group, first, page_ids)
@@ -131,7 +146,7 @@ class DecodeGraphs:
         self._wait(self.state.num_launched + 1 - SLOTS)
         step = self.state.next_step()
         self._rows.pop(step - SLOTS, None)
-        self._replays[bucket]()
+        self._replays[bucket, self._reach_of(step)]()
         if self._events:
             self._events[step % SLOTS].record()
         self._rows[step] = rows
@@ -160,20 +175,28 @@ class DecodeGraphs:
                 return bucket
         raise InternalError("more rows than any graph has", given=rows, allowed=self.buckets[-1])
 
+    def _reach_of(self, step: int) -> int:
+        """The shortest that serves all rows; the longest for those that have ended meanwhile."""
+        reaches = self.layers.reaches
+        if len(reaches) == 1:
+            return reaches[0]
+        num_tokens = max(self._ahead.values(), default=0) + step
+        return next((reach for reach in reaches if num_tokens <= reach), reaches[-1])
+
     def _wait(self, step: int) -> None:
         if self._events and step > 0:
             self._events[step % SLOTS].synchronize()
 
-    def _capture(self, rows: int, pool: object) -> Replay:
+    def _capture(self, rows: int, reach: int, pool: object) -> Replay:
         with torch.cuda.device(self._device), torch.inference_mode():
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self.layers.run(rows)  # libraries make their handles and workspaces now
+                self.layers.run(rows, reach)  # libraries make their handles and workspaces now
             torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
-                self.layers.run(rows)
+                self.layers.run(rows, reach)
         replay: Replay = graph.replay
         return replay

@@ -34,6 +34,10 @@ class _Products:
 class DecodeLayers:
     """Weights, kernels and buffers of a decode step of at most ``max_rows`` rows.
 
+    Attributes:
+        reaches: tokens that a step of its own is made for, rising; one here, for kernels read lengths on the device.
+        logits: [max_rows, vocab_size] of the newest step.
+
     Args:
         attention: of ``kv``; its kernels are used by turns with the eager step's, on one stream.
         few_rows: up to so many rows go through our own products; 0: none do.
@@ -65,6 +69,7 @@ class DecodeLayers:
                 allowed=f"at most {min(few_rows, MAX_ROWS)}",
                 hint="run more sequences with bf16 weights",
             )
+        self.reaches: tuple[int, ...] = (state.max_tokens,)
         self._network, self._state, self._few_rows = network, state, min(few_rows, MAX_ROWS)
         c, rows, like = network.config, state.max_rows, network.embed
         self._kernels = StepKernels(like.dtype, like.device)
@@ -99,8 +104,8 @@ class DecodeLayers:
         if self._lm_head is not None:
             self._lm_head.load()
 
-    def run(self, rows: int) -> None:
-        """Launches one step of ``rows`` rows: patches, the model, the draw."""
+    def run(self, rows: int, reach: int = 0) -> None:
+        """Launches one step of ``rows`` rows: patches, the model, the draw. ``reach``: one of ``reaches``."""
         state, kernels, c = self._state, self._kernels, self._network.config
         kernels.begin(state.words, state.step, state.patches)
         x = self._x[:rows]

@@ -60,7 +60,7 @@ class DecodeState:
     def __init__(
         self, geometry: CacheGeometry, vocab_size: int, max_rows: int, max_tokens: int, device: torch.device
     ) -> None:
-        self.max_rows, self.pages = max_rows, -(-max_tokens // PAGE_TOKENS)
+        self.max_rows, self.max_tokens, self.pages = max_rows, max_tokens, -(-max_tokens // PAGE_TOKENS)
         self._groups = {group.name: group for group in geometry.groups}
         self._at: dict[str, int] = {}
         size = 0
@@ -164,6 +164,10 @@ class DecodeState:
     def leave(self, row: int) -> None:
         """The row is padding from the next step on."""
         self._patch("num_tokens", row, 0)
+
+    def set_token(self, row: int, token: int) -> None:
+        """What the row computes next, in place of what it drew."""
+        self._patch("tokens", row, token)
 
     def set_pages(self, row: int, group: str, first: int, page_ids: Sequence[int]) -> None:
         """Pages ``first`` and on of a sequence."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 from kernels.pages_cuda import PageRows
 from protos.page_hash import PAGE_TOKENS
 from tests.bench.engine_gpu_model import Cache
+from worker.bench_profile import profiled
 from worker.decode_graphs import DecodeGraphs
 from worker.decode_state import RowStart
 from worker.gpu_pages import GpuPages, Sealing
@@ -22,8 +20,6 @@ from worker.models.llama import Llama
 from worker.sequence import Sampling
 
 WARM_UP, PROFILED, REPLAYS = 24, 4, 24
-HOST_CALLS = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ def measure(network: Llama, case: Case, read_bytes_s: float, device: torch.devic
         start_tokens = length
         length, wall_s, said = _steps(graphs, seals, case.rows, length, case.steps)
         after = _allocations(device)
-        profile = _profiled(graphs, seals, case.rows, length) if on_gpu else {}
+        profile = _profiled(graphs, seals, case.rows, length, device) if on_gpu else {}
         length += PROFILED
         gap = _gaps(graphs, case.rows) if on_gpu else {}
     seals.finish()
@@ -148,7 +144,7 @@ def measure(network: Llama, case: Case, read_bytes_s: float, device: torch.devic
         "capture_s": round(capture_s, 2),
         "ready_s": round(ready_s, 2),
         "memory": vars(graphs.memory),
-        "profile": profile,
+        **profile,
         "distinct_tokens": len({token for tokens in said for token in tokens}),
     }
 
@@ -172,7 +168,7 @@ def _steps(
 
 def _gaps(graphs: DecodeGraphs, rows: int) -> dict[str, float]:
     """Milliseconds of a step that is one of many launched without looking: what the GPU needs."""
-    replay = graphs._replays[graphs.bucket_of(rows)]
+    replay = graphs._replays[graphs.bucket_of(rows), graphs.layers.reaches[-1]]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     graphs.state.patches[:, 0] = 0  # every turn finds none
     replay()
@@ -201,57 +197,18 @@ def _weight_bytes(network: Llama, graphs: DecodeGraphs, case: Case) -> int:
     return 2 * total
 
 
-def _profiled(graphs: DecodeGraphs, seals: Seals, rows: int, length: int) -> dict[str, Any]:
+def _profiled(graphs: DecodeGraphs, seals: Seals, rows: int, length: int, device: torch.device) -> dict[str, Any]:
     """Host calls a step, kernels of a step by name, and the share of the time in which one runs."""
-    from torch.profiler import ProfilerActivity, profile
-
     try:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            _steps(graphs, seals, rows, length, PROFILED)
-            torch.cuda.synchronize()
-        calls: dict[str, float] = defaultdict(float)
-        kernels: dict[str, list[float]] = defaultdict(list)
-        spans: list[tuple[int, int]] = []
-        results: Any = profiler.profiler.kineto_results
-        for event in results.events():
-            name, duration = event.name(), _nanoseconds(event, "duration")
-            if "CUDA" in str(event.device_type()):
-                begin = _nanoseconds(event, "start")
-                if duration > 0 and not name.startswith("Memset") and "Context" not in name:
-                    kernels[_short(name)].append(duration / 1e3)
-                    spans.append((begin, begin + duration))
-            elif name in HOST_CALLS or name in WAITS or "Malloc" in name or "LaunchKernel" in name:
-                calls[name] += 1 / PROFILED
+        seen = profiled(lambda: _steps(graphs, seals, rows, length, PROFILED), PROFILED, device)
     except Exception as error:  # noqa: BLE001 - the times stand without it
         return {"failed": f"{type(error).__name__}: {error}"[:400]}
-    top = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:16]
     return {
-        "host_calls_a_step": {name: round(count, 2) for name, count in calls.items()},
-        "kernels_a_step": round(sum(len(each) for each in kernels.values()) / PROFILED, 1),
-        "busy_share": round(_busy(spans), 4),
-        "us_a_step": {
-            name: [round(sum(each) / PROFILED, 1), round(len(each) / PROFILED, 1), round(statistics.median(each), 2)]
-            for name, each in top
-        },
+        "launch_calls_a_step": seen.launches,
+        "blocking_waits_a_step": seen.waits,
+        "event_waits_a_step": seen.event_waits,
+        "driver_allocations_a_step": seen.allocations,
+        "kernels_a_step": round(seen.kernels, 1),
+        "busy_share": round(seen.busy_share, 4),
+        "profile": {"host_calls_a_step": seen.calls, "us_a_step": seen.us_by_kernel},
     }
-
-
-def _nanoseconds(event: Any, what: str) -> int:
-    exact = getattr(event, f"{what}_ns", None)
-    return int(exact()) if exact is not None else int(1000 * getattr(event, f"{what}_us")())
-
-
-def _short(name: str) -> str:
-    return name.split("(")[0].split("<")[0][-60:] if "cutlass" not in name else name[:60]
-
-
-def _busy(spans: Sequence[tuple[int, int]]) -> float:
-    """Share of the time from the first kernel to the last in which at least one runs."""
-    if not spans:
-        return 0.0
-    ordered = sorted(spans)
-    busy, end = 0, ordered[0][0]
-    for first, last in ordered:
-        busy += max(0, last - max(first, end))
-        end = max(end, last)
-    return busy / max(1, end - ordered[0][0])

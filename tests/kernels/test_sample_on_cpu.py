@@ -157,4 +157,4 @@ def test_states_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ArgumentError, match="does not fit the draw"):
             set_sample(SampleArgs(), logits, state._replace(**change))
     with pytest.raises(ArgumentError, match="does not fit the draw"):
-        set_sample(SampleArgs(), logits.float(), state)
+        set_sample(SampleArgs(), logits.double(), state)

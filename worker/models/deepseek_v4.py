@@ -25,6 +25,7 @@ from worker.models.deepseek_v4_projections import (
 )
 from worker.models.deepseek_v4_rope import layer_frequencies, rotation
 from worker.models.deepseek_v4_rows import Rows
+from worker.models.deepseek_v4_step_rows import StepReads
 from worker.models.layers import Weights, linear
 
 
@@ -83,7 +84,7 @@ class DeepseekV4:
         """Logits [num_logits, vocab_size] float32; the step's rows are kept in ``rows``."""
         return self.logits(self.streams(batch, rows), batch)
 
-    def streams(self, batch: Batch, rows: Rows) -> torch.Tensor:
+    def streams(self, batch: Batch, rows: Rows | StepReads) -> torch.Tensor:
         """The residual streams behind the last layer, [R, hc_mult, hidden]: what the head and the MTP block read."""
         streams, ropes = self.stem(batch), self.ropes(batch)
         for layer in range(self.config.num_layers):
@@ -102,7 +103,12 @@ class DeepseekV4:
         }
 
     def layer(
-        self, layer: int, streams: torch.Tensor, batch: Batch, ropes: Mapping[int, LayerRope], rows: Rows
+        self,
+        layer: int,
+        streams: torch.Tensor,
+        batch: Batch,
+        ropes: Mapping[int, LayerRope],
+        rows: Rows | StepReads,
     ) -> torch.Tensor:
         """The streams behind a layer, [R, hc_mult, hidden]."""
         rope = ropes[self.config.ratios[layer]]
@@ -172,7 +178,7 @@ def _block(
     config: DeepseekV4Config,
     batch: Batch,
     rope: LayerRope,
-    rows: Rows,
+    rows: Rows | StepReads,
 ) -> torch.Tensor:
     """Attention and experts, each between reading and writing the streams [R, hc_mult, hidden]."""
     by = mixing(streams, weights.attn_mixing, config, batch.tiles)

@@ -30,6 +30,7 @@ from worker.models.deepseek_v4_indexer import choose, index_scores
 from worker.models.deepseek_v4_projections import AttentionWeights, LayerRope, Projected, project, project_out
 from worker.models.deepseek_v4_rope import rotate_last
 from worker.models.deepseek_v4_rows import LayerSpan, Rows
+from worker.models.deepseek_v4_step_rows import StepReads
 
 _GATHERED = 1 << 22  # values of chosen rows gathered together: 16 MiB
 _SCORED = 1 << 22  # scores of queries for all rows that are ranked together: 16 MiB
@@ -42,7 +43,7 @@ def attention(
     config: DeepseekV4Config,
     batch: Batch,
     rope: LayerRope,
-    rows: Rows,
+    rows: Rows | StepReads,
 ) -> torch.Tensor:
     """x [R, hidden], normed -> [R, hidden]; the step's rows of this layer are kept in ``rows``."""
     step = project(x, weights, config, batch, rope)
@@ -51,6 +52,23 @@ def attention(
         rows.keep(layer, HCA_PENDING if step.index_pending is None else CSA_PENDING, step.pending)
     if step.index_pending is not None:
         rows.keep(layer, INDEX_PENDING, step.index_pending)
+    if isinstance(rows, StepReads):
+        out = attend_decode(step, layer, weights, config, rope, rows)
+    else:
+        out = _attend_spans(step, layer, weights, config, batch, rope, rows)
+    return project_out(rotate_last(out, rope.step.inverse).to(x.dtype), weights, config, batch.tiles)
+
+
+def _attend_spans(
+    step: Projected,
+    layer: int,
+    weights: AttentionWeights,
+    config: DeepseekV4Config,
+    batch: Batch,
+    rope: LayerRope,
+    rows: Rows,
+) -> torch.Tensor:
+    """[R, heads, dim] float32; 0 in padding rows."""
     out = step.q.new_zeros(step.q.shape, dtype=torch.float32)
     decode = rows.decode()
     if decode is not None:
@@ -63,7 +81,7 @@ def attention(
         if weights.compressor is not None and at.end >= weights.compressor.ratio:
             parts.append(_attend_compressed(step, at, weights, config, rope))
         at.own(out)[:] = merge(parts, weights.sink)
-    return project_out(rotate_last(out, rope.step.inverse).to(x.dtype), weights, config, batch.tiles)
+    return out
 
 
 def _attend_window(step: Projected, at: LayerSpan, config: DeepseekV4Config) -> Part:

@@ -21,7 +21,7 @@ from worker.models.deepseek_v4_geometry import (
 )
 from worker.models.deepseek_v4_indexer import choose
 from worker.models.deepseek_v4_projections import AttentionWeights, LayerRope, Projected
-from worker.models.deepseek_v4_reads import DecodeReads
+from worker.models.deepseek_v4_reads import Reads
 
 _PRODUCTS = 1 << 25  # products of queries and index keys that are held together: 128 MiB
 
@@ -32,7 +32,7 @@ def attend_decode(
     weights: AttentionWeights,
     config: DeepseekV4Config,
     rope: LayerRope,
-    reads: DecodeReads,
+    reads: Reads,
 ) -> torch.Tensor:
     """The decode rows' attention, [B, heads, dim] float32. Their raw and pending rows are kept already; the blocks that
     they complete are kept here, and each row sees its own.
@@ -52,7 +52,7 @@ def _compressed(
     weights: AttentionWeights,
     config: DeepseekV4Config,
     rope: LayerRope,
-    reads: DecodeReads,
+    reads: Reads,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The compressed rows that each of B reads, [B, N, dim], and which of them are hidden from it, [B, N]; None where
     nobody has any yet."""
@@ -74,7 +74,7 @@ def _compressed(
 
 
 def _complete(
-    reads: DecodeReads,
+    reads: Reads,
     layer: int,
     kind: str,
     pending_kind: str,
@@ -100,9 +100,7 @@ def _complete(
     reads.keep_blocks(layer, kind, done, rows)
 
 
-def _scores(
-    queries: torch.Tensor, head_weights: torch.Tensor, layer: int, ratio: int, reads: DecodeReads
-) -> torch.Tensor:
+def _scores(queries: torch.Tensor, head_weights: torch.Tensor, layer: int, ratio: int, reads: Reads) -> torch.Tensor:
     """queries [B, heads, dim], head_weights [B, heads] -> [B, N] float32, of all rows of pages with whole blocks of the
     longest sequence. Behind a sequence's own rows it may be anything, NaN included.
     """

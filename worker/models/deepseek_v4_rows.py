@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from worker.batch import Span
-from worker.models.deepseek_v4_reads import DecodeReads
+from worker.models.deepseek_v4_reads import Reads
 
 
 class Rows(Protocol):
@@ -24,7 +24,7 @@ class Rows(Protocol):
         """[M, heads, dim]: rows ``numbers`` [M] int64 of a kind of blocks, those that the span completed included."""
         ...
 
-    def decode(self) -> DecodeReads | None:
+    def decode(self) -> Reads | None:
         """The step's decode rows (spans of one token) for all to be read at once; None: they are read as others are."""
         ...
 
