@@ -18,7 +18,7 @@ from router import account, policy
 from router.admission import Call
 from router.detokenizer import Detokenizer
 from router.prompt_log import prompt_text
-from router.recovery import Outcome, Recovery, takers
+from router.recovery import Recovery, takers
 from router.registry import WorkerLink
 from router.relay import Relay
 from router.replay import Skip
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from router.requests import Requests
 
 log = structlog.get_logger("router")
-
-JOIN_TIMEOUT_S = 2.0
-"""For a worker that is back to say whether it has the sequence."""
 
 
 class Answer:
@@ -244,36 +241,35 @@ class Answer:
             self._end_relay_span(failure)
             stream.leave()
             recovery.failed(failure, stream, self._placed_on)
-            outcome = await self._place_again(recovery, submit)
+            placed = await self._place_again(recovery, submit)
             stream = self._stream or stream
             try:
                 chunk = await relay.next_chunk()
             except TailpackError as again:
                 failure = again
                 continue
-            if outcome is not None:
-                recovery.went_on(outcome)
+            if placed:
+                recovery.went_on("joined" if relay.joined else "recomputed")
             return chunk
 
     def _new_recovery(self, relay: Relay) -> Recovery:
         requests = self._requests
         return Recovery(requests.registry, relay, requests.recover_wait_s, requests.recovered)
 
-    async def _place_again(self, recovery: Recovery, submit: worker_pb2.Submit | None) -> Outcome | None:
-        """Where there is a place for it. None: it was cancelled. Raises TailpackError where there is none in time."""
-        relay, stream = self._relay, self._stream
-        assert relay is not None and stream is not None
+    async def _place_again(self, recovery: Recovery, submit: worker_pb2.Submit | None) -> bool:
+        """Where there is a place for it. False: it was cancelled. Raises TailpackError where there is none in time."""
+        relay = self._relay
+        assert relay is not None
         links = self._links if relay.num_tokens == 0 else lambda: takers(self._links(), self._placed_on)
         while True:
             with self._span.phase("place"):
                 link = await recovery.place(links, self._choose)
             if link is None:
-                return None
-            joins = await recovery.joins(link, stream, self.call.tenant, JOIN_TIMEOUT_S)
+                return False
             if submit is None or relay.num_tokens:
                 submit = await self._submission_again(relay)
             if recovery.cancelled:
-                return None
+                return False
             try:
                 self._place(submit, link)
             except Unavailable:  # it has left since
@@ -282,7 +278,7 @@ class Answer:
             if relay.num_tokens == 0:
                 self._num_retries += 1
                 self._requests.counters.retries += 1
-            return "joined" if joins else "recomputed"
+            return True
 
     async def _submission_again(self, relay: Relay) -> worker_pb2.Submit:
         """What is to be said of a sequence that began: its prompt is made again, as its tokens are long forgotten."""

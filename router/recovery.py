@@ -188,17 +188,6 @@ class Recovery:
             return False
         return True
 
-    async def joins(self, link: WorkerLink, stream: Subscription, tenant: str, timeout_s: float) -> bool:
-        """Whether a worker goes on with the sequence as it was. stream: of the placement that failed."""
-        same = link.address == stream.link.address or link.worker_id == stream.link.worker_id
-        may = link.has(ADOPT) or (stream.resumable and link.can_resume())
-        if self._num_tokens <= 0 or not (same and may):
-            return False
-        try:
-            return (await link.find(stream.name, tenant, timeout_s)).found
-        except TailpackError:
-            return False
-
     def went_on(self, outcome: Outcome) -> None:
         """Tokens came of the newest placement."""
         if self._num_tokens > 0:

@@ -50,6 +50,7 @@ class Relay:
         ended: nothing more will come from the worker.
         is_lost: it ended by the worker's fault, and can go on (``go_on``).
         was_cut: the session with the worker broke; it said nothing.
+        joined: the newest placement went on with what its worker had: nothing was computed again.
         log: the accepted tokens.
         seed: as the worker said it with the first token; 0: it did not.
         last_output: the worker's last word: usage, timings.
@@ -81,7 +82,7 @@ class Relay:
         """
         self.num_tokens = 0
         self.ended = False
-        self.is_lost = self.was_cut = False
+        self.is_lost = self.was_cut = self.joined = False
         self.pace = TokenPace(itl)
         self.log = TokenLog(logs or TokenLogs())
         self.seed = 0
@@ -145,6 +146,7 @@ class Relay:
 
     def feed(self, output: worker_pb2.SequenceOutput) -> None:
         """Takes what one step made for this sequence."""
+        self.joined |= output.joined
         if self._settle_until is None and not self.ended and output.token_ids:
             self._accept(output)
         if output.finish_reason and not self.ended:
@@ -170,7 +172,7 @@ class Relay:
         Args:
             repeats: it may begin with token 0 instead. Tokens that are here must be the same, and are left out.
         """
-        self.ended = self.is_lost = self.was_cut = False
+        self.ended = self.is_lost = self.was_cut = self.joined = False
         self._error = None
         self._source, self._worker_id = source, worker_id
         self._chunk.worker_id = worker_id

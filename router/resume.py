@@ -24,7 +24,7 @@ from protos.limits import DEFAULT_RESUME_GRACE_MS
 from router.admission import Call
 from router.find import Found, ask_until_back, find, worker_not_asked
 from router.generation import Answer
-from router.recovery import Outcome, Recovery
+from router.recovery import Recovery
 from router.registry import WorkerLink
 from router.relay import Relay
 from router.replay import Place, Skip, bad_offset
@@ -200,7 +200,7 @@ class First(Answer):
         super()._place(submit, link)
         self.placed.set()
 
-    async def _place_again(self, recovery: Recovery, submit: worker_pb2.Submit | None) -> Outcome | None:
+    async def _place_again(self, recovery: Recovery, submit: worker_pb2.Submit | None) -> bool:
         self.placed.clear()  # whoever looks for it waits for its next place
         return await super()._place_again(recovery, submit)
 
@@ -268,14 +268,14 @@ class Joined(Answer):
         requests = self._requests
         return Recovery(requests.registry, relay, requests.recover_wait_s, requests.recovered, needs_log=False)
 
-    async def _place_again(self, recovery: Recovery, submit: worker_pb2.Submit | None) -> Outcome | None:
+    async def _place_again(self, recovery: Recovery, submit: worker_pb2.Submit | None) -> bool:
         """At whichever worker has the answer: the same that is back, or where the call that placed it took it."""
         relay, wanted = self._relay, self.call.sequence_id
         assert relay is not None
         while True:
             link = await recovery.search(self._look_again)
             if link is None or link.info is None:
-                return None
+                return False
             stream = Subscription(link, link.subscription_name(wanted), resumable=True)
             try:
                 link.subscribe(stream.name, wanted, self.call.tenant, relay)
@@ -283,8 +283,9 @@ class Joined(Answer):
                 recovery.refused(link)
                 continue
             relay.go_on(stream, link.worker_id, repeats=True)
+            relay.joined = True  # whoever reads an answer has nothing computed
             self._stream, self._placed_on = stream, link.info
-            return "joined"
+            return True
 
     async def _look_again(self) -> tuple[WorkerLink | None, list[str]]:
         found, failures = await self._requests.resumables.look(self.call)

@@ -107,6 +107,7 @@ class Subscription:
     position: int = 0
     waits_for_more: bool = False
     told_end: bool = False
+    joined: bool = False  # a submission that found its sequence here; until that is told
 
     def take(self) -> worker_pb2.SequenceOutput | None:
         """What the reader has not had, at most a piece; None: nothing, or it has to say More first."""
@@ -131,6 +132,7 @@ class Subscription:
         for position in answer.logprobs[max(0, self.position - first) : max(0, end - first)]:
             output.logprobs.add().MergeFromString(position)
         output.seed = answer.seed
+        output.joined, self.joined = self.joined, False
         output.more = self.waits_for_more = end < len(answer.token_ids)
         self.position = end
         return output
@@ -208,7 +210,7 @@ class Answers:
             digest, emitted = submit.resumable.request_digest, array("I", submit.emitted_token_ids)
             same = there.submit.tenant == submit.tenant and there.submit.resumable.request_digest == digest != b""
             if same and there.token_ids[: len(emitted)] == emitted:
-                return self._subscribe(there, submit.request_id, reader, len(emitted))
+                return self._subscribe(there, submit.request_id, reader, len(emitted), joined=True)
             raise duplicate(submit.request_id)
         kept = worker_pb2.Submit(
             request_id=submit.request_id, tenant=submit.tenant, sampling=submit.sampling, resumable=submit.resumable
@@ -256,7 +258,7 @@ class Answers:
             answer.submit.resumable.CopyFrom(submit.resumable)
             answer.grace_s = submit.resumable.grace_ms / 1000
         answer.lasts = answer.is_resumable
-        return self._subscribe(answer, submit.request_id, reader, len(submit.emitted_token_ids))
+        return self._subscribe(answer, submit.request_id, reader, len(submit.emitted_token_ids), joined=True)
 
     def resume(self, request_id: str, tenant: str, name: str, reader: Reader) -> Subscription:
         """Subscribes a session from token 0 on. Raises NotFound (UNKNOWN_REQUEST)."""
@@ -324,8 +326,10 @@ class Answers:
         self._by_id[answer.submit.request_id] = self._by_owner[answer.owner] = answer
         self._running_bytes += answer.num_bytes
 
-    def _subscribe(self, answer: Answer, name: str, reader: Reader, position: int = 0) -> Subscription:
-        subscription = Subscription(name, answer, reader, position)
+    def _subscribe(
+        self, answer: Answer, name: str, reader: Reader, position: int = 0, *, joined: bool = False
+    ) -> Subscription:
+        subscription = Subscription(name, answer, reader, position, joined=joined)
         answer.subscriptions.add(subscription)
         answer.idle_since = None
         if answer.last is not None or position < len(answer.token_ids):

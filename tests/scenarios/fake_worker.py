@@ -196,7 +196,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self.cannot_find is not None:
             raise self.cannot_find
         answer = self.answers.find(request.request_id, request.tenant)
-        if answer is None:
+        if answer is None or not answer.is_resumable:
             return worker_pb2.FindResponse()
         resumable = answer.submit.resumable
         return worker_pb2.FindResponse(

@@ -76,9 +76,10 @@ async def test_a_submission_goes_on_with_what_was_adopted_behind_the_tokens_that
         await say(call, submission(emitted=[5], resumable=resumable))
         (output,) = (await read_step(call)).sequences
         assert (output.request_id, output.token_offset, list(output.token_ids)) == ("r", 1, [6, 7])
+        assert output.joined, "so that the router knows that nothing is computed again"
         s.engine.step(tokens(request, 3, 8))
         (output,) = (await read_step(call)).sequences
-        assert (output.token_offset, list(output.token_ids)) == (3, [8])
+        assert (output.token_offset, list(output.token_ids), output.joined) == (3, [8], False)
         s.engine.step(tokens(request, 4, 9, finish=EOS))
         (output,) = (await read_step(call)).sequences
         assert (output.token_offset, list(output.token_ids), output.finish_reason) == (4, [9], EOS)
