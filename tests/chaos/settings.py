@@ -33,12 +33,13 @@ class Kind:
     most_tokens: int
     pause_s: float = 0.15
 
-    def setting(self, name: str, folder: Path, **changes: int) -> Setting:
+    def setting(self, name: str, folder: Path, *, num_workers: int = 1, num_routers: int = 0) -> Setting:
         """With the model in ``folder``, written where it is not there yet."""
         model = folder / self.write.__name__
         if not model.exists():
             self.write(model)
-        return Setting(name, model, (*LIMITS, *self.options), **changes)
+        options = (*LIMITS, *self.options)
+        return Setting(name, model, options, num_workers=num_workers, num_routers=num_routers)
 
 
 def tiny(folder: Path) -> Path:
