@@ -58,19 +58,20 @@ class V4DecodeLayers:
         state, network = self._state, self._network
         self._kernels.begin(state.words, state.step, state.patches)
         reads = StepReads(self._kv, state, rows, reach)
-        batch = self._batch(rows, reads.positions)
+        batch = self.batch(rows, reads.positions)
         streams = network.streams(batch, reads)
         logits = self.logits[:rows]
         logits.copy_(network.logits(streams, batch))
         self._sample(logits, state.sampling(rows))
 
-    def _batch(self, rows: int, positions: torch.Tensor) -> Batch:
+    def batch(self, rows: int, positions: torch.Tensor) -> Batch:
+        """Of a step; no span of it is attended by itself."""
         tiles = ((0, rows),)
         return Batch(
             token_ids=self._state.row_words("tokens", rows).long(),
             positions=positions,
             tiles=tiles,
-            spans=(),  # none is attended by itself
+            spans=(),
             padded=False,
             groups={},
             workspace_rows=self._all[:0],

@@ -1,6 +1,7 @@
 """DeepSeek-V4-Flash's decode on a GPU, layer by layer, at its real geometry and with random weights.
 
     python3 -m tests.bench.bench_deepseek_v4 --records FILE --commit SHA       about three minutes on an H200
+    python3 -m tests.bench.bench_deepseek_v4 --only graphs --layers 6          captured steps: right first, then timed
     python3 -m tests.bench.bench_deepseek_v4 --device cpu                      a tiny geometry, nothing is recorded
     python3 -m tests.bench.bench_deepseek_v4 --bytes-only --records FILE       KV bytes a token, without a GPU
 
@@ -9,7 +10,9 @@ alone, then CSA and HCA in turn. The cache holds random rows for 4,096 or 131,07
 raw rows are in KV mode window, for no mode changes what decode reads of them. A step decodes one token of each of B
 sequences, and completes no block but where the case says so. "eager": from event to event around each layer, the
 median over the layers of a kind and the repeats; where the host is slower than the GPU, that is the host's time.
-"replayed": one layer of the kind captured into a CUDA graph, which takes the host out.
+"replayed": one layer of the kind captured into a CUDA graph, which takes the host out. Cases "graphs-" are captured
+steps as the engine launches them, with what ends on them decided on the device; "implied" is all 43 layers, each kind
+at the time of the one that was measured, in bf16, which no one card holds.
 
 The floor is the bytes of the weights that the step uses (as the checkpoint's bf16 and fp32; of routed experts those
 that are chosen, counted in the run) and of the KV that it reads, over the read bandwidth of a kernel that only reads,
@@ -24,10 +27,11 @@ import math
 import random
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -38,6 +42,8 @@ import torch
 
 from kvstore.arena import Arena, Memory
 from kvstore.geometry import CacheGeometry
+from tests.bench import deepseek_v4_graphs
+from tests.bench.deepseek_v4_graphs import Steps
 from worker.batch import Batch, SpanWork, build_batch
 from worker.device_memory import DeviceMemory
 from worker.gpu import memory_of
@@ -273,21 +279,29 @@ class Cache:
     def batch(self, num_sequences: int, num_tokens: int, device: torch.device, vocab_size: int) -> Batch:
         """One decode step: the last of ``num_tokens`` tokens of each."""
         rng = random.Random(num_sequences * num_tokens)
-        per_sequence = -(-self.max_tokens // 128)
+        token_ids = [rng.randrange(vocab_size) for _ in range(num_sequences)]
+        return self.step(token_ids, [num_tokens] * num_sequences, device)
+
+    def step(self, token_ids: Sequence[int], lengths: Sequence[int], device: torch.device) -> Batch:
+        """One decode step: the last of so many tokens of each."""
         groups = [group.name for group in self.kv.geometry.groups]
         work = [
             SpanWork(
-                token_ids=[rng.randrange(vocab_size)],
-                start=num_tokens - 1,
-                pages={COMPRESSED: self.pages[at * per_sequence : at * per_sequence + -(-num_tokens // 128)]},
+                token_ids=[token],
+                start=length - 1,
+                pages={COMPRESSED: self.pages_of(at)[: -(-length // 128)]},
                 is_prompt=False,
                 wants_logits=True,
                 bases={},
                 tail_slots=dict.fromkeys(groups, at),
             )
-            for at in range(num_sequences)
+            for at, (token, length) in enumerate(zip(token_ids, lengths, strict=True))
         ]
         return build_batch(work, self.kv.geometry, deterministic=False).to(device)
+
+    def pages_of(self, sequence: int) -> list[int]:
+        per_sequence = -(-self.max_tokens // 128)
+        return self.pages[sequence * per_sequence : (sequence + 1) * per_sequence]
 
 
 # --- times ---
@@ -561,6 +575,7 @@ def say_point(report: Report, bench: Bench, num_sequences: int, num_tokens: int,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", choices=["eager", "graphs"], help="of the cases; both otherwise")
     parser.add_argument("--layers", type=int, default=0, help="of the slice; 0: as many as fit")
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--tokens", default="4096,131072", help="of each sequence")
@@ -578,12 +593,24 @@ def main() -> None:
     )
     say_bytes(report, DeepseekV4Config.parse(FLASH))
     if not asked.bytes_only:
-        with torch.inference_mode():
+        with torch.inference_mode(), ExitStack() as stack:
+            if asked.device == "cpu":
+                launch_on_cpu(stack)
             run(report, asked)
     if asked.records:
         asked.records.write_text("".join(json.dumps(line) + "\n" for line in report.lines))
     print(f"{report.failed} failed", flush=True)
     sys.exit(report.failed > 0)
+
+
+def launch_on_cpu(stack: ExitStack) -> None:
+    """Captured steps' own kernels, as g++ makes them."""
+    import pytest
+
+    from tests.unit.emulated_step import EmulatedStep
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    EmulatedStep(stack.enter_context(pytest.MonkeyPatch.context()), folder)
 
 
 def run(report: Report, asked: argparse.Namespace) -> None:
@@ -593,7 +620,8 @@ def run(report: Report, asked: argparse.Namespace) -> None:
     batches = [int(each) for each in asked.batches.split(",")]
     lengths = [int(each) for each in asked.tokens.split(",")] if on_gpu else [512, 1024]
     whole = DeepseekV4Config.parse(FLASH if on_gpu else {**FLASH, **TINY})
-    most = max(batches) * max(lengths)
+    longest = max(lengths) + 128  # captured steps go on
+    most = max(batches) * longest
     read = 1e10
     if on_gpu:
         from tests.bench.kernel_timing import Timer, ceilings
@@ -620,8 +648,12 @@ def run(report: Report, asked: argparse.Namespace) -> None:
         torch.cuda.synchronize()
         made["left_GB"] = round(torch.cuda.mem_get_info(device)[0] / 1e9, 1)
     print(json.dumps(made), flush=True)
-    bench = Bench(network, Cache(kv, pages, max(lengths)), read, asked.seconds, began=began)
+    bench = Bench(network, Cache(kv, pages, longest), read, asked.seconds, began=began)
     points = [(count, length) for length in sorted(lengths) for count in batches]
+    if asked.only != "eager":
+        say_graphs(report, bench, points, profiled=on_gpu and not asked.no_profile)
+    if asked.only == "graphs":
+        return
     for count, length in points:
         # Two tokens short of whole blocks: no compressor has anything to do, as in three steps of four.
         bench.attempt(report, f"b{count}-{size(length)}", partial(say_point, report, bench, count, length - 2))
@@ -630,6 +662,120 @@ def run(report: Report, asked: argparse.Namespace) -> None:
     for count, length in (points[0], points[-1]) if on_gpu and not asked.no_profile else ():
         for kind in KINDS.values():
             bench.attempt(report, f"profile-{kind}", partial(say_profile, bench, kind, count, length - 2))
+
+
+def say_graphs(report: Report, bench: Bench, points: Sequence[tuple[int, int]], *, profiled: bool) -> None:
+    """Captured steps: compared with eager ones at each point, then timed."""
+    kinds = {
+        kind: max(at for at, r in enumerate(bench.network.config.ratios) if r == ratio) for ratio, kind in KINDS.items()
+    }
+    for count, length in points:
+        bench.attempt(report, f"graphs-equal-b{count}-{size(length)}", partial(say_equal, report, bench, count, length))
+    for count, length in points:
+        bench.attempt(
+            report, f"graphs-b{count}-{size(length)}", partial(say_captured, report, bench, count, length, kinds)
+        )
+    for count, length in (points[0], points[-1]) if profiled else ():
+        for kind, layer in kinds.items():
+
+            def show(count: int = count, length: int = length, kind: str = kind, layer: int = layer) -> None:
+                steps = captured_steps(bench, [length - 70] * count)
+                steps.enter()
+                steps.run(1)
+                kernels = deepseek_v4_graphs.profile(steps, layer, 28)
+                print(json.dumps({"graph_profile": f"{kind}-b{count}-{size(length)}", "kernels": kernels}), flush=True)
+
+            bench.attempt(report, f"graph-profile-{kind}-b{count}", show)
+
+
+def captured_steps(bench: Bench, lengths: list[int]) -> Steps:
+    rng = random.Random(len(lengths))
+    tokens = [rng.randrange(bench.network.config.vocab_size) for _ in lengths]
+    pages = [bench.cache.pages_of(at) for at in range(len(lengths))]
+    longest = max(lengths) + deepseek_v4_graphs.AHEAD
+    pages = [each[: -(-longest // 128)] for each in pages]
+    return Steps(bench.network, bench.cache.kv, pages, lengths, tokens, longest)
+
+
+def say_equal(report: Report, bench: Bench, count: int, length: int) -> None:
+    """Sequences of several lengths, of which some end blocks of 4 and 128 tokens and pages on the way."""
+    steps = captured_steps(bench, [max(5, length - 6 - 37 * at % (length // 2)) for at in range(count)])
+
+    def eager(tokens: list[int], lengths: list[int]) -> torch.Tensor:
+        batch = bench.cache.step(tokens, lengths, bench.device)
+        return deepseek_v4_graphs.eager_logits(bench.network, bench.cache.kv, batch)
+
+    try:
+        found = deepseek_v4_graphs.compare(steps, eager)
+    except Exception:
+        print(json.dumps({"probe": deepseek_v4_graphs.probe(steps)}), flush=True)
+        raise
+    report.failed += not found["passed"]
+    print(json.dumps({"case": f"graphs-equal-b{count}-{size(length)}", **found}), flush=True)
+
+
+def say_captured(report: Report, bench: Bench, count: int, length: int, kinds: Mapping[str, int]) -> None:
+    config = bench.network.config
+    steps = captured_steps(bench, [length - 70] * count)
+    found = deepseek_v4_graphs.times(steps, dict(kinds))
+    print(json.dumps({"case": f"graphs-b{count}-{size(length)}", **found}), flush=True)
+    if "step_ms" not in found:
+        return
+    slice_ = f"layers 0 to {config.num_layers - 1} of {FLASH['num_hidden_layers']}"
+    common = {"repeats": deepseek_v4_graphs.REPLAYS, "rival": None, "rival_why": "no public engine ran here"}
+    at, whole = f"b{count}-{size(length)}", DeepseekV4Config.parse(FLASH)
+    layer_ms: dict[str, float] = found["layer_ms"]
+    floors: dict[str, float] = {}
+    for kind, layer in kinds.items():
+        weights = LayerBytes.of(config, layer)
+        used = weights.always + found["experts"][layer] * weights.expert
+        kv = count * kv_bytes_read(config, config.ratios[layer], length)
+        floors[kind] = (used + kv) / bench.read * 1e3
+        report.record(
+            f"graphs-{kind}-{at}",
+            layer_ms[kind],
+            "ms/layer",
+            "measured",
+            spread=None,
+            floor=round(floors[kind], 4),
+            floor_by=f"bytes: {used / 1e6:.0f} MB of weights ({found['experts'][layer]} experts) and {kv / 1e6:.1f} MB "
+            f"of KV at {bench.read / 1e12:.2f} TB/s",
+            slice=slice_,
+            **common,
+        )
+    head = 2 * config.vocab_size * config.hidden_size / bench.read * 1e3
+    own = [KINDS[ratio] for ratio in config.ratios]
+    rest = found["step_ms"] - sum(layer_ms[kind] for kind in own)
+    report.record(
+        f"graphs-step-{at}",
+        found["step_ms"],
+        "ms/step of the slice",
+        "measured",
+        spread=None,
+        floor=round(sum(floors[kind] for kind in own) + head, 4),
+        floor_by="the layers' floors and the head's bytes",
+        slice=slice_,
+        beside_layers_ms=round(rest, 4),
+        seen_by_host_ms=found["loop_ms"],
+        **common,
+    )
+    every = [KINDS[ratio] for ratio in whole.ratios]
+    implied = sum(layer_ms[kind] for kind in every) + rest
+    floor = sum(floors[kind] for kind in every) + head
+    report.record(
+        f"graphs-implied-43-{at}",
+        round(implied, 3),
+        "ms/step of the whole model",
+        "implied",
+        spread=None,
+        floor=round(floor, 3),
+        floor_by="implied: each kind's floor times its layers, and the head's",
+        implied_by=f"{', '.join(f'{every.count(kind)} {kind} at {layer_ms[kind]} ms' for kind in kinds)}, the rest of "
+        f"a step {rest:.3f} ms; bf16 weights, which no one card holds",
+        tokens_per_s=round(count / implied * 1e3, 1),
+        of_floor=round(floor / implied, 3),
+        **common,
+    )
 
 
 def say_profile(bench: Bench, kind: str, num_sequences: int, num_tokens: int) -> None:

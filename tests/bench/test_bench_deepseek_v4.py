@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.bench import bench_deepseek_v4 as bench
+from tests.kernels.emulator import needs_compiler
 from worker.models.deepseek_v4_config import DeepseekV4Config
 
 
@@ -17,7 +18,9 @@ def test_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     records, threads = tmp_path / "records.jsonl", torch.get_num_threads()
     monkeypatch.setattr(bench, "REPEATS", 1)
     monkeypatch.setattr(bench, "WARM_UPS", 0)
-    monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", "--batches", "1,3", "--records", str(records)])
+    monkeypatch.setattr(
+        sys, "argv", ["bench", "--device", "cpu", "--only", "eager", "--batches", "1,3", "--records", str(records)]
+    )
     torch.set_num_threads(1)
     try:
         with pytest.raises(SystemExit) as status:
@@ -30,6 +33,21 @@ def test_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kinds = [f"decode-{kind}-b3-1k" for kind in ("swa", "csa", "hca", "step")]
     assert {*kinds, *(f"{kind}-blocks-end" for kind in kinds)} <= set(by_case)
     assert all(by_case[kind]["value"] > by_case[kind]["floor"] > 0 for kind in kinds)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_captured_steps_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["bench", "--device", "cpu", "--only", "graphs", "--batches", "3", "--layers", "4"]
+    monkeypatch.setattr(sys, "argv", asked)
+    with pytest.raises(SystemExit) as status:
+        bench.main()
+    assert status.value.code == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines() if "graphs-" in line]
+    assert [line["case"] for line in found] == [
+        f"graphs{what}-b3-{n}" for what in ("-equal", "") for n in ("512", "1k")
+    ]
+    assert all(line["passed"] and not line["tokens_parted"] for line in found[:2])
 
 
 def test_bytes_of_flash() -> None:
