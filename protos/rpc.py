@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from protos import errors, worker_pb2
+from protos import errors, types_pb2
 from protos.errors import TailpackError
 from protos.tls import ClientTls, ServerCertificate, ServerFiles, ServerTls, read_client
 
@@ -215,9 +216,9 @@ def is_ours(failure: grpc.RpcError) -> bool:
     return any(detail.Unpack(info) and info.domain == ERROR_DOMAIN for detail in _rich_details(failure))
 
 
-def to_detail(error: TailpackError) -> worker_pb2.ErrorDetail:
+def to_detail(error: TailpackError) -> types_pb2.ErrorDetail:
     """The form in which an error travels inside a stream."""
-    return worker_pb2.ErrorDetail(
+    return types_pb2.ErrorDetail(
         reason=error.reason,
         message=error.message,
         metadata={**_info(error), "status": status_of(error).name},
@@ -225,7 +226,7 @@ def to_detail(error: TailpackError) -> worker_pb2.ErrorDetail:
     )
 
 
-def from_detail(detail: worker_pb2.ErrorDetail) -> TailpackError:
+def from_detail(detail: types_pb2.ErrorDetail) -> TailpackError:
     """The reverse of to_detail, with the class that error_from would give."""
     metadata = dict(detail.metadata)
     code = getattr(grpc.StatusCode, metadata.pop("status", ""), grpc.StatusCode.UNKNOWN)
@@ -303,6 +304,8 @@ class CallMetadata:
 
 # The tenant that a token has proved, for the rest of this call's task: from _TenantInterceptor to call_metadata.
 _TENANT: ContextVar[str | None] = ContextVar("tenant", default=None)
+# The same, proved anew each time: for what a stream asks for long after it began.
+_TENANT_NOW: ContextVar[Callable[[], str] | None] = ContextVar("tenant_now", default=None)
 
 
 def call_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> CallMetadata:
@@ -320,17 +323,38 @@ def read_metadata(sent: list[tuple[str, str]], proved_tenant: str | None = None)
     Raises:
         InvalidRequest: an id or tenant is not 1 to 128 of ``A-Z a-z 0-9 . _ : -``, or is there twice.
     """
-    pairs = {key: _only(key, sent) or "" for key in ("x-request-id", "x-tenant")}
-    for key, value in pairs.items():
-        if value and not is_id(value):
-            raise errors.InvalidRequest(f"metadata {key} is malformed", given=repr(value[:64]), allowed=ID_ALLOWED)
-    traceparent = dict(sent).get("traceparent", "")
-    return CallMetadata(
-        request_id=pairs["x-request-id"] or new_request_id(),
-        tenant=pairs["x-tenant"] if proved_tenant is None else proved_tenant,
-        traceparent=traceparent if _TRACEPARENT.match(traceparent) else "",
-        own_id=bool(pairs["x-request-id"]),
+    tenant = _checked_id("metadata x-tenant", _only("x-tenant", sent) or "")
+    return metadata_of(
+        _only("x-request-id", sent) or "",
+        tenant if proved_tenant is None else proved_tenant,
+        dict(sent).get("traceparent", ""),
+        name="metadata x-request-id",
     )
+
+
+def metadata_of(request_id: str, tenant: str, traceparent: str, *, name: str = "request_id") -> CallMetadata:
+    """The same of a call that comes in a stream with others. name: of the request id, for its error."""
+    return CallMetadata(
+        request_id=_checked_id(name, request_id) or new_request_id(),
+        tenant=tenant,
+        traceparent=traceparent if _TRACEPARENT.match(traceparent) else "",
+        own_id=bool(request_id),
+    )
+
+
+def tenant_now(context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[], str]:
+    """Tells the tenant of a stream each time it is called: a token that was withdrawn meanwhile is refused.
+
+    Raises:
+        InvalidRequest: as read_metadata. Of what it returns: Unauthenticated, PermissionDenied.
+    """
+    return _TENANT_NOW.get() or partial(str, call_metadata(context).tenant)
+
+
+def _checked_id(name: str, value: str) -> str:
+    if value and not is_id(value):
+        raise errors.InvalidRequest(f"{name} is malformed", given=repr(value[:64]), allowed=ID_ALLOWED)
+    return value
 
 
 def _text_metadata(sent: Any) -> list[tuple[str, str]]:
@@ -600,7 +624,9 @@ class _TenantInterceptor(grpc.aio.ServerInterceptor):
         if not str(details.method).startswith(self._open_methods):
             try:
                 sent = _text_metadata(details.invocation_metadata)
-                _TENANT.set(self._tenant_of(_only("authorization", sent), _only("x-tenant", sent) or ""))
+                prove = partial(self._tenant_of, _only("authorization", sent), _only("x-tenant", sent) or "")
+                _TENANT.set(prove())
+                _TENANT_NOW.set(prove)
             except TailpackError as refused:
                 return _refusal(refused)
         return await continuation(details)
@@ -706,15 +732,19 @@ class _Handlers:
         if isinstance(failure, grpc.aio.InternalError):
             # What sending raises when the caller's connection is gone, a moment before gRPC cancels the call.
             raise asyncio.CancelledError from failure
-        if not isinstance(failure, TailpackError):
-            log.error("bug in a handler", server=self._name, method=method, exc_info=failure)
-            failure = errors.InternalError(
-                f"{self._name} failed inside {method}", hint=f"{type(failure).__name__}; see its log"
-            )
-        elif failure.reason == UNREADABLE_MESSAGE:
+        error = by_name(failure, self._name, method)
+        if error.reason == UNREADABLE_MESSAGE:
             log.warning("unreadable message", server=self._name, method=method, peer=context.peer())
-        status = to_status(failure)
+        status = to_status(error)
         await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def by_name(failure: Exception, server: str, method: str) -> TailpackError:
+    """What a caller is told of a failure. One that is no error of ours is a bug: it is logged, and told as such."""
+    if isinstance(failure, TailpackError):
+        return failure
+    log.error("bug in a handler", server=server, method=method, exc_info=failure)
+    return errors.InternalError(f"{server} failed inside {method}", hint=f"{type(failure).__name__}; see its log")
 
 
 class _WriteWatch:

@@ -40,6 +40,10 @@ ADOPT = "adopt"
 """The feature of workers that go on with their predecessor's sequences, and report once a second whatever they do."""
 EMITTED = "emitted_token_ids"
 """The feature of workers that go on behind tokens that were emitted elsewhere."""
+BATCH = "batch"
+"""The feature of workers that take several messages in one."""
+MAX_BATCH_BYTES = 256 << 10
+"""Of several messages in one, which are copied for it."""
 SILENT_S = 10.0
 """Without a message for so long, a worker that reports once a second is taken to be gone. One that was killed is known
 at once, by its connection; one that is stopped its store kills; so this is for what gRPC's keepalive sees in 15 s."""
@@ -368,7 +372,19 @@ class WorkerLink:
                 await self._some_to_send.wait()
                 self._some_to_send.clear()
                 while self._outbox:
-                    await call.write(self._outbox.popleft())
+                    await call.write(self._next_message())
+
+    def _next_message(self) -> worker_pb2.RouterMessage:
+        """The oldest that waits, with what waits behind it where the worker takes several at once."""
+        first = self._outbox.popleft()
+        if not self._outbox or not self.has(BATCH):
+            return first
+        message = worker_pb2.RouterMessage()
+        messages, num_bytes = message.batch.messages, first.ByteSize()
+        messages.append(first)
+        while self._outbox and (num_bytes := num_bytes + self._outbox[0].ByteSize()) <= MAX_BATCH_BYTES:
+            messages.append(self._outbox.popleft())
+        return message if len(messages) > 1 else first
 
     def _send(self, message: worker_pb2.RouterMessage) -> None:
         self._outbox.append(message)

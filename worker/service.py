@@ -106,26 +106,30 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         failure: TailpackError | None = None
         try:
             async for message in messages:
-                match message.WhichOneof("message"):
-                    case "submit":
-                        await self._submit(message.submit, session)
-                    case "abort":
-                        self._abort(message.abort, session)
-                    case "resume":
-                        self._resume(message.resume, session)
-                    case "more":
-                        if subscription := session.subscriptions.get(message.more.subscription_id):
-                            subscription.go_on()
-                    case "leave":
-                        session.leave(message.leave.subscription_id, delivered=message.leave.delivered)
-                    case "hello":
-                        raise InvalidRequest("a session says hello once", reason="HELLO_TWICE")
-                    case _:
-                        raise InvalidRequest("an empty message, or one that this version does not know")
+                for each in message.batch.messages if message.HasField("batch") else (message,):
+                    await self._take(each, session)
         except TailpackError as refused:
             failure = refused
         finally:
             session.end(failure)
+
+    async def _take(self, message: worker_pb2.RouterMessage, session: RouterSession) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                await self._submit(message.submit, session)
+            case "abort":
+                self._abort(message.abort, session)
+            case "resume":
+                self._resume(message.resume, session)
+            case "more":
+                if subscription := session.subscriptions.get(message.more.subscription_id):
+                    subscription.go_on()
+            case "leave":
+                session.leave(message.leave.subscription_id, delivered=message.leave.delivered)
+            case "hello":
+                raise InvalidRequest("a session says hello once", reason="HELLO_TWICE")
+            case _:
+                raise InvalidRequest("an empty message, or one that this version does not know, or a batch in a batch")
 
     async def _submit(self, submit: worker_pb2.Submit, session: RouterSession) -> None:
         """Hands a sequence to the engine. A large one is read on another thread, and what the session says next waits

@@ -250,7 +250,7 @@ def _info(config: WorkerConfig, device: str, model: Model) -> types_pb2.WorkerIn
         max_running=config.max_running,
         switches=switches(config, model.geometry, arch_of(torch_device(config.device)) if config.on_gpu else ""),
         version=release(),
-        features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse", "resume", "adopt"],
+        features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse", "resume", "adopt", "batch"],
     )
 
 

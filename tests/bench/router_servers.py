@@ -32,23 +32,27 @@ class StepWorker(worker_pb2_grpc.WorkerServicer):
         ended: list[worker_pb2.SequenceOutput] = []
         some = asyncio.Event()
 
+        def take(message: worker_pb2.RouterMessage) -> None:
+            if message.WhichOneof("message") == "submit":
+                running[message.submit.request_id] = (0, message.submit.stop.max_tokens)
+                some.set()
+            elif message.abort.request_id in running:
+                del running[message.abort.request_id]
+                ended.append(
+                    worker_pb2.SequenceOutput(
+                        request_id=message.abort.request_id, finish_reason=types_pb2.FINISH_REASON_ABORTED
+                    )
+                )
+                some.set()
+
         async def read() -> None:
             async for message in requests:
-                if message.WhichOneof("message") == "submit":
-                    running[message.submit.request_id] = (0, message.submit.stop.max_tokens)
-                    some.set()
-                elif message.abort.request_id in running:
-                    del running[message.abort.request_id]
-                    ended.append(
-                        worker_pb2.SequenceOutput(
-                            request_id=message.abort.request_id, finish_reason=types_pb2.FINISH_REASON_ABORTED
-                        )
-                    )
-                    some.set()
+                for each in message.batch.messages if message.HasField("batch") else (message,):
+                    take(each)
 
         reader = asyncio.create_task(read())
         load = types_pb2.WorkerLoad(pages_free=100_000, pages_total=100_000)
-        info = worker_info(max_sequence_tokens=1 << 24)
+        info = worker_info(max_sequence_tokens=1 << 24, features=("batch",))
         yield worker_pb2.WorkerMessage(welcome=worker_pb2.Welcome(info=info, load=load))
         try:
             due = time.monotonic()
@@ -114,6 +118,10 @@ class BareRouter(router_pb2_grpc.RouterServicer):
 
     async def Resume(self, request: Any, context: Any) -> AsyncIterator[router_pb2.GenerateResponse]:
         raise errors.NotFound("nothing is kept here", reason="UNKNOWN_REQUEST")
+        yield
+
+    async def Session(self, requests: Any, context: Any) -> AsyncIterator[router_pb2.SessionResponse]:
+        raise errors.NotBuilt("calls come one by one here")
         yield
 
     async def Cancel(self, request: Any, context: Any) -> router_pb2.CancelResponse:

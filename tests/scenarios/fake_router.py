@@ -88,6 +88,10 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         async for chunk in self._answer(call, context, request.token_offset, request.text_offset):
             yield chunk
 
+    async def Session(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        raise errors.NotBuilt("calls come one by one here")
+        yield
+
     async def Cancel(self, request: router_pb2.CancelRequest, context: Any) -> router_pb2.CancelResponse:
         self.cancels.append(request.request_id)
         found = request.request_id in self.kept

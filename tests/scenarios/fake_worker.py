@@ -91,6 +91,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     aborts: list[str] = field(default_factory=list)  # request ids, in the order of the session's messages
     num_emitted: Counter[str] = field(default_factory=Counter)  # tokens, by request id
     num_sessions: int = 0
+    num_messages: int = 0  # of sessions, batches as one
     outboxes: set[asyncio.Queue[worker_pb2.WorkerMessage]] = field(default_factory=set)
     address: str = ""
     tls: ServerTls | None = None
@@ -225,29 +226,34 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _read(self, requests: Any, outbox: Outbox, session: _Session) -> None:
         async for message in requests:
-            match message.WhichOneof("message"):
-                case "submit":
-                    self._submit(message.submit, outbox, session)
-                case "abort":
-                    self.aborts.append(message.abort.request_id)
-                    subscription = session.subscriptions.get(message.abort.request_id)
-                    if subscription is None:
-                        self._abort(message.abort.request_id)
-                    elif message.abort.complete:
-                        self.answers.complete(subscription.answer)
-                    else:
-                        self.answers.cancel(subscription.answer)
-                case "resume":
-                    self._resume(message.resume, session)
-                case "more":
-                    if subscription := session.subscriptions.get(message.more.subscription_id):
-                        subscription.go_on()
-                case "leave":
-                    name = message.leave.subscription_id
-                    if subscription := session.subscriptions.pop(name, None):
-                        self.answers.leave(subscription, delivered=message.leave.delivered)
-                        if not subscription.told_end:
-                            session.send(worker_pb2.SequenceOutput(request_id=name, left=True))
+            self.num_messages += 1
+            for each in message.batch.messages if message.HasField("batch") else (message,):
+                self._take(each, outbox, session)
+
+    def _take(self, message: worker_pb2.RouterMessage, outbox: Outbox, session: _Session) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._submit(message.submit, outbox, session)
+            case "abort":
+                self.aborts.append(message.abort.request_id)
+                subscription = session.subscriptions.get(message.abort.request_id)
+                if subscription is None:
+                    self._abort(message.abort.request_id)
+                elif message.abort.complete:
+                    self.answers.complete(subscription.answer)
+                else:
+                    self.answers.cancel(subscription.answer)
+            case "resume":
+                self._resume(message.resume, session)
+            case "more":
+                if subscription := session.subscriptions.get(message.more.subscription_id):
+                    subscription.go_on()
+            case "leave":
+                name = message.leave.subscription_id
+                if subscription := session.subscriptions.pop(name, None):
+                    self.answers.leave(subscription, delivered=message.leave.delivered)
+                    if not subscription.told_end:
+                        session.send(worker_pb2.SequenceOutput(request_id=name, left=True))
 
     def _submit(self, submit: worker_pb2.Submit, outbox: Outbox, session: _Session) -> None:
         self.submits.append(submit)
@@ -378,7 +384,7 @@ def worker_info(
     max_sequence_tokens: int = 4096,
     tokenizer_digest: bytes = b"",
     eos_token_ids: Sequence[int] = (1,),
-    features: Sequence[str] = ("resume", "emitted_token_ids"),
+    features: Sequence[str] = ("resume", "emitted_token_ids", "batch"),
 ) -> types_pb2.WorkerInfo:
     """What a worker says of itself; a new incarnation each time."""
     return types_pb2.WorkerInfo(

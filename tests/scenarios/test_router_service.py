@@ -15,7 +15,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
+from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2, worker_pb2
 from protos.errors import TailpackError
 from router import account, admission, generation, registry, relay
 from router.client import PREFIX_REUSE, AsyncTailpack, build_request
@@ -804,3 +804,26 @@ async def test_counts_by_worker_are_listed(folder: Path) -> None:
         for stream in streams:
             await stream.aclose()
         await it.settled()
+
+
+# --- several messages to a worker in one ---
+
+
+@pytest.mark.parametrize("features", [("batch",), ()])
+async def test_what_waits_for_a_worker_goes_there_in_one_message_where_it_takes_several(
+    folder: Path, features: tuple[str, ...]
+) -> None:
+    infos = [worker_info(features=features)]
+    async with cluster(folder, Script([5, EOS]), infos=infos) as it:
+        (worker,) = it.workers
+        link = it.requests.registry.links[worker.address]
+        before = worker.num_messages
+        # What one turn of the loop has to say; the last one is too large to be copied.
+        prompts = [[5, 6], [7] * 10, [8] * (1 + registry.MAX_BATCH_BYTES), [9]]
+        submits = [worker_pb2.Submit(request_id=f"b{i}", prompt_token_ids=prompt) for i, prompt in enumerate(prompts)]
+        for submit in submits:
+            submit.stop.max_tokens = 1
+            link._send(worker_pb2.RouterMessage(submit=submit))
+        await until(lambda: len(worker.submits) == len(submits))
+        assert worker.submits == submits
+        assert worker.num_messages - before == (3 if features else 4)

@@ -207,6 +207,28 @@ async def test_aborts_reach_the_engine_and_foreign_ones_are_not_found() -> None:
         assert not (await s.stub.Abort(worker_pb2.AbortRequest(request_id="y"))).found
 
 
+async def test_a_batch_counts_as_its_messages_one_by_one() -> None:
+    async with scene() as it:
+        call = await it.router()
+        abort = worker_pb2.RouterMessage(abort=worker_pb2.Abort(request_id="a"))
+        await call.write(worker_pb2.RouterMessage(batch=worker_pb2.Batch(messages=[submit("a"), abort, submit("b")])))
+        await it.engine.until(lambda: len(it.engine.submitted) == 2)
+        assert [request.request_id for request in it.engine.submitted] == ["a", "b"]
+        assert [aborted[0] for aborted in it.engine.aborted] == ["a"]
+
+
+@pytest.mark.parametrize("inner", [hello(), worker_pb2.RouterMessage(batch=worker_pb2.Batch(messages=[submit("a")]))])
+async def test_no_hello_and_no_batch_comes_in_a_batch(inner: worker_pb2.RouterMessage) -> None:
+    async with scene() as it:
+        call = await it.router()
+        await call.write(worker_pb2.RouterMessage(batch=worker_pb2.Batch(messages=[inner])))
+        with pytest.raises(grpc.RpcError) as failed:
+            while True:
+                await read(call)
+        assert isinstance(rpc.error_from(failed.value), InvalidRequest)
+        assert not it.engine.submitted
+
+
 async def test_a_large_prompt_is_read_off_the_loop_and_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     large, may_read = [7] * 300_000, threading.Event()
     readers: dict[str, int] = {}
