@@ -6,8 +6,10 @@ outlives this one, nobody else can attach, and there is no session that could be
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from kvstore.answers import Admitted, Adopted, Checkpointed, Forked, NewPage, Refused, SealResult, Truncated
@@ -15,10 +17,14 @@ from kvstore.arena import Arena, StoreArena, bytes_for_pages
 from kvstore.client import OpenRequest
 from kvstore.device import Device, DeviceSpec, NewSequence
 from kvstore.geometry import CacheGeometry
+from kvstore.session import DeviceMemory
 
 
 class LocalAttachment:
     """The calls of ``kvstore.client.Attachment`` over ``num_pages`` pages in each group. A context manager.
+
+    Args:
+        device, device_memory: a GPU as the kvstore calls it, and what makes its memory; else host memory.
 
     Raises:
         CapacityError: NOT_ENOUGH_MEMORY.
@@ -33,20 +39,29 @@ class LocalAttachment:
         max_sequences: int,
         max_sequence_tokens: int,
         checkpoint_slots: int = 0,
+        device: str = "cpu:0",
+        device_memory: DeviceMemory | None = None,
     ) -> None:
-        arena_bytes = bytes_for_pages(geometry, num_pages, max_sequences + checkpoint_slots, checkpoint_slots)
         spec = DeviceSpec(
-            "cpu:0", geometry, arena_bytes, max_sequences, max_sequence_tokens, b"local", checkpoint_slots
+            device=device,
+            geometry=geometry,
+            arena_bytes=bytes_for_pages(geometry, num_pages, max_sequences + checkpoint_slots, checkpoint_slots),
+            max_sequences=max_sequences,
+            max_sequence_tokens=max_sequence_tokens,
+            weights_digest=b"local",
+            checkpoint_slots=checkpoint_slots,
+            memory_granularity=device_memory.granularity if device_memory else 0,
         )
-        self.device = Device.allocate(spec)
+        sizes = [size for chunks in spec.plan()[1] for size in chunks]
+        self.device = Device.allocate(spec, device_memory.create(sizes) if device_memory else ())
         self._end = weakref.finalize(self, self.device.close)
         self.device.control.epoch = self.epoch = 1
         self.geometry = geometry
         self.adopted: tuple[Adopted, ...] = ()
         self.is_away = False  # no store that could be
         self.control = self.device.control
-        self.arenas = {name: _mapped(arena) for name, arena in self.device.arenas.pages.items()}
-        self.tails = {name: _mapped(arena) for name, arena in self.device.arenas.tails.items()}
+        self.arenas = {name: _mapped(arena, device) for name, arena in self.device.arenas.pages.items()}
+        self.tails = {name: _mapped(arena, device) for name, arena in self.device.arenas.tails.items()}
         self.revoked = False
 
     def look_after(self) -> None:
@@ -108,5 +123,8 @@ class LocalAttachment:
         self.close()
 
 
-def _mapped(arena: StoreArena) -> Arena:
-    return Arena(arena.group, arena.num_pages, arena.page_bytes, arena.memory.map())
+def _mapped(arena: StoreArena, device: str) -> Arena:
+    memory = arena.memory
+    # Descriptors of its own: an arena closes those that it has.
+    mapped = memory.map() if memory.readable else replace(memory, fds=tuple(map(os.dup, memory.fds)))
+    return Arena(arena.group, arena.num_pages, arena.page_bytes, mapped, device)

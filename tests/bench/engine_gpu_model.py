@@ -15,6 +15,7 @@ from protos.page_hash import PAGE_TOKENS
 from worker.due import base_after
 from worker.kv_view import TORCH_DTYPES, KvView
 from worker.models.llama import Llama, LlamaConfig
+from worker.random_weights import RandomWeights
 
 DTYPE = "bfloat16"
 LLAMA_3_8B: dict[str, Any] = {
@@ -41,26 +42,9 @@ SMALL: dict[str, Any] = LLAMA_3_8B | {
 SCALE = 0.05  # of rows in packed pages
 
 
-class _RandomWeights:
-    """Each tensor is made when it is taken: no copy of all of them is ever there."""
-
-    def __init__(self, config: LlamaConfig, device: torch.device, spread: float) -> None:
-        self._shapes, self._device, self._spread = config.tensors(), device, spread
-
-    def pop(self, name: str, default: Any = None) -> Any:
-        shape = self._shapes.pop(name, None)
-        if shape is None:
-            return default
-        tensor = torch.empty(shape, dtype=TORCH_DTYPES[DTYPE], device=self._device)
-        if name.endswith("norm.weight"):
-            return tensor.normal_(1.0, 0.1)
-        # Larger ones at the end make logits that differ by more than bf16 rounds.
-        return tensor.normal_(0.0, self._spread * shape[-1] ** -0.5)
-
-
 def random_llama(raw: dict[str, Any], device: torch.device, max_tokens: int, spread: float = 1.0) -> Llama:
     config = LlamaConfig.parse(raw)
-    return Llama(config, raw, _RandomWeights(config, device, spread), max_tokens)
+    return Llama(config, raw, RandomWeights(config, TORCH_DTYPES[DTYPE], device, spread), max_tokens)
 
 
 class TorchMemory:

@@ -31,7 +31,6 @@ class Case:
     fp8: bool = False  # weights
     steps: int = 256
     few_rows: int = 8
-    prefetch_tokens: int = 0
 
 
 @dataclass
@@ -92,7 +91,6 @@ def measure(network: Llama, case: Case, read_bytes_s: float, device: torch.devic
         max_sequence_tokens=max_tokens,
         buckets=(),
         few_rows=case.few_rows,
-        prefetch_tokens=case.prefetch_tokens,
         fp8=case.fp8,
     )
     capture_s = graphs.capture()
