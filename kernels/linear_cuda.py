@@ -1,14 +1,17 @@
-"""Matrix products of one to eight rows on a GPU, at the speed of reading the weights, with what surrounds them in a
-decode step: SwiGLU or a residual after (csrc/linear_few.cuh).
+"""Chains of matrix products of one to eight rows on a GPU, at the speed of reading the weights, with what surrounds
+them in a decode step: an RMS norm before, SwiGLU or a residual after (csrc/linear_few.cuh).
 
-A `FewLinear` is made once for each weight. A call sets pointers and launches on torch's current stream: it allocates
-nothing, waits for nothing and may be captured into a CUDA graph. `linear_few` is the reference, and the path of a CPU.
+A `LinearChain` is made once for its weights. A call sets pointers and launches once on torch's current stream: it
+allocates nothing, waits for nothing and may be captured into a CUDA graph. `linear_few` is the reference of one
+product, and the path of a CPU.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,17 +19,23 @@ from torch.nn import functional as F
 
 from kernels import loader
 from kernels.errors import ArgumentError
-from kernels.step_cells import LinearTiling, linear_cell, linear_tiling
+from kernels.step_cells import LINEAR_TILING, LinearTiling, linear_cell, linear_shared_bytes
 
 MAX_ROWS = 8
+MAX_PRODUCTS = 4
 BLOCK = 128  # of FP8 weights, both ways
-THREADS, ROWS_PER_TILE = 256, 16
+ROWS_PER_TILE, GATED_ROWS_PER_TILE = 16, 8
+MAX_CTAS = 1023  # csrc/linear_few.cuh, kLinearGeneration
+MIN_STAGES = 4
+X_PADDING = 64  # bytes behind a row of x in shared memory
 ROW_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+SHARED_BYTES = {"sm_80": 163 * 1024, **dict.fromkeys(("sm_90a", "sm_100a", "sm_103a"), 227 * 1024)}  # of a CTA
+SMALL_SHARED_BYTES = 99 * 1024  # all other archs
 _ALIGNMENT = 16
 
 
-class LinearArgs(ctypes.Structure):
-    """As csrc/linear_few.cuh has it."""
+class ProductArgs(ctypes.Structure):
+    """LinearProduct of csrc/linear_few.cuh."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -34,17 +43,28 @@ class LinearArgs(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("x_stride", ctypes.c_int64),
         ("residual_stride", ctypes.c_int64),
         ("out_stride", ctypes.c_int64),
-        ("prefetch", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_void_p),
-        ("prefetch_bytes", ctypes.c_int64),
-        ("prefetch_limit", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
+        ("gated", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
+class LinearArgs(ctypes.Structure):
+    """As csrc/linear_few.cuh has it."""
+
+    _fields_ = (
+        ("products", ProductArgs * MAX_PRODUCTS),
+        ("arrived", ctypes.c_void_p),
+        ("num_products", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("stages", ctypes.c_int32),
+        ("x_bytes", ctypes.c_int32),
     )
 
 
@@ -90,9 +110,18 @@ def dequantized(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Te
     return (weight.float() * wide).to(dtype)
 
 
-def linear_few(x: Tensor, linear: LinearWeight, residual: Tensor | None = None) -> Tensor:
+def linear_few(
+    x: Tensor,
+    linear: LinearWeight,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
     """The reference: x [rows, K] -> [rows, width], in x's dtype, rounded where the model's own operators round. FP8
     weights are multiplied as float32."""
+    if norm is not None:
+        wide = x if x.dtype == torch.float64 else x.float()
+        x = norm * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     if linear.scales is None:
         y = F.linear(x, linear.weight, linear.bias)
     else:
@@ -104,116 +133,195 @@ def linear_few(x: Tensor, linear: LinearWeight, residual: Tensor | None = None) 
     return y if residual is None else residual + y
 
 
-class FewLinear:
-    """One weight's product on a GPU. Raises ArgumentError (shapes, dtypes, alignment), MachineError (loader)."""
+class Link(NamedTuple):
+    """A product of a chain. norm: weights [K] of the RMS norm of its x, with eps, or None."""
+
+    linear: LinearWeight
+    norm: Tensor | None = None
+    eps: float = 0.0
+
+
+class LinkCall(NamedTuple):
+    """x: [rows, K]; out: [rows, width]; residual: as out, and may be out. Rows contiguous."""
+
+    x: Tensor
+    out: Tensor
+    residual: Tensor | None = None
+
+
+class SharedPlan(NamedTuple):
+    """How a CTA's shared memory is used: stages of the ring, bytes of x, and all of it."""
+
+    stages: int
+    x_bytes: int
+    total: int
+
+
+def shared_plan(rows: int, links: Sequence[tuple[int, bool]], arch: str, tiling: LinearTiling) -> SharedPlan:
+    """links: K of each product, and whether its x is normed. An x without norm that does not fit is read from memory.
+
+    Raises ArgumentError: rows that are normed do not fit."""
+    limit = SHARED_BYTES.get(arch, SMALL_SHARED_BYTES)
+    budget = limit - linear_shared_bytes(MIN_STAGES, 0, tiling)
+    wanted = [rows * (2 * k + X_PADDING) for k, _ in links]
+    if too_long := [k for (k, normed), size in zip(links, wanted, strict=True) if normed and size > budget]:
+        raise _error(
+            "rows that are normed do not fit into shared memory",
+            f"{rows} rows of {max(too_long)} on {arch}",
+            f"{budget} bytes of them",
+            "take fewer rows, or norm them before",
+        )
+    x_bytes = max((size for size in wanted if size <= budget), default=0)
+    per_stage = linear_shared_bytes(1, 0, tiling) - linear_shared_bytes(0, 0, tiling)
+    stages = min(tiling.max_stages, (limit - linear_shared_bytes(0, x_bytes, tiling)) // per_stage)
+    return SharedPlan(stages, x_bytes, linear_shared_bytes(stages, x_bytes, tiling))
+
+
+class LinearChain:
+    """Up to four products on a GPU, in one launch. Raises ArgumentError (shapes, dtypes, alignment), MachineError
+    (loader).
+
+    All CTAs of a launch wait for each other between products. So two chains must never run at once on one device.
+    """
 
     def __init__(
-        self, linear: LinearWeight, dtype: torch.dtype, max_rows: int = MAX_ROWS, tiling: LinearTiling | None = None
+        self,
+        links: Sequence[Link],
+        dtype: torch.dtype,
+        arrived: Tensor,
+        max_rows: int = MAX_ROWS,
+        *,
+        tiling: LinearTiling = LINEAR_TILING,
+        arch: str | None = None,
     ) -> None:
-        """dtype: of x and the result, bf16 (or f16 without FP8). max_rows: of a call, at most 8. tiling: another than
-        the kernel's own, to measure it."""
-        weight, fp8 = linear.weight, linear.scales is not None
-        k = weight.shape[1]
-        self._check_weight(linear, dtype, max_rows)
-        self.linear, self.dtype, self.device, self.max_rows = linear, dtype, weight.device, max_rows
-        self.cell = linear_cell(ROW_TYPES[dtype], fp8=fp8, gated=linear.gated, tiling=tiling)
-        self.arguments = LinearArgs(n=linear.width, k=k, weight=weight.data_ptr())
-        for name in ("scales", "bias"):
-            value = getattr(linear, name)
-            if value is not None:
-                setattr(self.arguments, name, value.data_ptr())
-        per_sm = (tiling or linear_tiling(gated=linear.gated)).ctas - 1
-        self.ctas = min(-(-linear.width // ROWS_PER_TILE), per_sm * _num_sms(self.device))
-        self._launch: loader.PreparedLaunch | None = None
-
-    def prefetch(self, weight: Tensor, num_tokens: Tensor, limit: int) -> None:
-        """Ask for `weight`, whose product comes next but for attention, to be in the second-level cache by then.
-
-        num_tokens: i32, of each row of a call; not asked for where they are together more than `limit`.
-        """
-        arguments, num_bytes = self.arguments, weight.numel() * weight.element_size()
-        if weight.data_ptr() % _ALIGNMENT or num_bytes % _ALIGNMENT or num_tokens.dtype != torch.int32:
+        """dtype: of x and the results, bf16 (or f16 without FP8). arrived: i32 [1], zero before the first call; chains
+        whose calls follow each other on one stream may share it. max_rows: of a call, at most 8. tiling: another than
+        the kernel's own, to measure it. arch: what shared memory is planned for; by default the device's."""
+        fp8 = {link.linear.scales is not None for link in links}
+        if not 1 <= len(links) <= MAX_PRODUCTS or len(fp8) != 1:
             raise _error(
-                "what is asked for must lie at multiples of 16 bytes",
-                f"{num_bytes} bytes at {weight.data_ptr():#x}, lengths {num_tokens.dtype}",
-                "multiples of 16 bytes, int32 lengths",
-                "leave it out",
+                "these products make no chain",
+                f"{len(links)} products, with scales: {sorted(fp8)}",
+                f"1 to {MAX_PRODUCTS}, all FP8 or none",
+                "make several chains",
             )
-        arguments.prefetch, arguments.prefetch_bytes = weight.data_ptr(), num_bytes
-        arguments.num_tokens, arguments.prefetch_limit = num_tokens.data_ptr(), limit
+        for link in links:
+            _check_weight(link, dtype, max_rows)
+        self.links, self.dtype, self.max_rows = tuple(links), dtype, max_rows
+        self.device = links[0].linear.weight.device
+        if arrived.dtype != torch.int32 or arrived.device != self.device or arrived.numel() != 1:
+            raise _error(
+                "this does not count arrivals", f"{arrived.dtype} on {arrived.device}", "i32 [1]", "make it so"
+            )
+        self._arrived = arrived  # keeps it alive
+        self.tiling, self.arch = tiling, arch or loader.arch_of(self.device)
+        self.cell = linear_cell(ROW_TYPES[dtype], fp8=True in fp8, tiling=tiling)
+        self.arguments = LinearArgs(arrived=arrived.data_ptr(), num_products=len(links))
+        for to, link in zip(self.arguments.products, links, strict=False):
+            linear = link.linear
+            to.n, to.k, to.gated, to.eps = linear.width, linear.weight.shape[1], linear.gated, link.eps
+            to.weight = linear.weight.data_ptr()
+            to.norm = None if link.norm is None else link.norm.data_ptr()
+            for name in ("scales", "bias"):
+                value = getattr(linear, name)
+                setattr(to, name, None if value is None else value.data_ptr())
+        shapes = [(link.linear.weight.shape[1], link.norm is not None) for link in links]
+        self.plans = {rows: shared_plan(rows, shapes, self.arch, tiling) for rows in range(1, max_rows + 1)}
+        tiles = [-(-x.linear.width // (GATED_ROWS_PER_TILE if x.linear.gated else ROWS_PER_TILE)) for x in links]
+        self.ctas = min(max(tiles), _num_sms(self.device), MAX_CTAS)
+        self._launches: dict[int, loader.PreparedLaunch] = {}
 
     def load(self) -> None:
         """Load the kernel, compiling it first where no archive has it; not allowed inside a capture."""
-        self._prepared()
+        for rows in self.plans:
+            self._prepared(rows)
 
-    def __call__(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x: [rows, K]; out: [rows, width]; residual: as out, and may be out. Rows contiguous. Returns `out`."""
-        self.set_call(x, out, residual)
-        self._prepared()(loader.current_stream(self.device.index or 0))
-        return out
+    def __call__(self, *calls: LinkCall) -> None:
+        """One for each product, in order."""
+        self.set_call(*calls)
+        self._prepared(self.arguments.rows)(loader.current_stream(self.device.index or 0))
 
-    def set_call(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
+    def set_call(self, *calls: LinkCall) -> None:
         """Check a call's tensors and point the arguments at them. Raises ArgumentError."""
-        arguments, rows = self.arguments, len(x)
-        if residual is not None and self.linear.gated:
+        arguments, rows = self.arguments, len(calls[0].x) if calls else 0
+        if len(calls) != len(self.links) or not 1 <= rows <= self.max_rows:
+            raise _error(
+                "the call does not fit the product",
+                f"{len(calls)} calls, {rows} rows",
+                f"{len(self.links)} calls, 1 to {self.max_rows} rows",
+                "use torch for more rows",
+            )
+        for call, link, to in zip(calls, self.links, arguments.products, strict=False):
+            self._set_product(to, call, link.linear.gated, rows)
+        arguments.rows = rows
+        arguments.stages, arguments.x_bytes, _ = self.plans[rows]
+
+    def _set_product(self, to: ProductArgs, call: LinkCall, gated: bool, rows: int) -> None:
+        if call.residual is not None and gated:
             raise _error("a gated product adds no residual", "a residual", "none", "add it to the next product")
-        wanted = {"x": (x, arguments.k), "out": (out, arguments.n), "residual": (residual, arguments.n)}
+        wanted = {"x": (call.x, to.k), "out": (call.out, to.n), "residual": (call.residual, to.n)}
         for name, (tensor, width) in wanted.items():
             if tensor is None:
-                arguments.residual = None
+                to.residual = None
                 continue
             fits = tensor.dtype == self.dtype and tensor.device == self.device and tensor.shape == (rows, width)
-            if not fits or tensor.stride(1) != 1 or not 1 <= rows <= self.max_rows:
+            if not fits or tensor.stride(1) != 1:
                 raise _error(
                     f"{name} does not fit the product",
                     f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}",
-                    f"{self.dtype} [1 to {self.max_rows}, {width}] on {self.device}, rows contiguous",
-                    "use torch for more rows",
+                    f"{self.dtype} [{rows}, {width}] on {self.device}, rows contiguous",
+                    "pass it so",
                 )
-            setattr(arguments, name, tensor.data_ptr())
-            setattr(arguments, f"{name}_stride", tensor.stride(0))
+            setattr(to, name, tensor.data_ptr())
+            setattr(to, f"{name}_stride", tensor.stride(0))
+        x = call.x
         if x.data_ptr() % _ALIGNMENT or (x.stride(0) * x.element_size()) % _ALIGNMENT:
             raise _error("x must lie at multiples of 16 bytes", hex(x.data_ptr()), "rows at multiples of 16", "copy it")
-        arguments.rows = rows
 
-    def _prepared(self) -> loader.PreparedLaunch:
-        if self._launch is None:
-            self._launch = loader.PreparedLaunch(
+    def _prepared(self, rows: int) -> loader.PreparedLaunch:
+        launch = self._launches.get(rows)
+        if launch is None:
+            launch = self._launches[rows] = loader.PreparedLaunch(
                 self.cell,
                 self.cell.kernels[0],
                 self.device.index or 0,
                 self.arguments,
-                threads=THREADS,
-                overlap=loader.overlaps_launches(loader.arch_of(self.device)),
+                threads=self.tiling.threads,
+                shared_bytes=self.plans[rows].total,
+                overlap=loader.overlaps_launches(self.arch),
             )
-            self._launch.set_ctas(self.ctas)
-        return self._launch
+            launch.set_ctas(self.ctas)
+        return launch
 
-    @staticmethod
-    def _check_weight(linear: LinearWeight, dtype: torch.dtype, max_rows: int) -> None:
-        weight, scales = linear.weight, linear.scales
-        n, k = weight.shape
-        kinds = (dtype,) if scales is None else (torch.float8_e4m3fn,)
-        multiple = 32 if scales is None else BLOCK
-        fits = weight.dtype in kinds and dtype in ROW_TYPES and weight.is_contiguous() and k % multiple == 0
-        if scales is not None:
-            fits = fits and dtype == torch.bfloat16 and scales.dtype == torch.float32 and scales.is_contiguous()
-            fits = fits and scales.shape == (-(-n // BLOCK), k // BLOCK) and (not linear.gated or n // 2 % BLOCK == 0)
-        if not fits or weight.data_ptr() % _ALIGNMENT or not 1 <= max_rows <= MAX_ROWS:
+
+def _check_weight(link: Link, dtype: torch.dtype, max_rows: int) -> None:
+    linear = link.linear
+    weight, scales = linear.weight, linear.scales
+    n, k = weight.shape
+    kinds = (dtype,) if scales is None else (torch.float8_e4m3fn,)
+    multiple = 32 if scales is None else BLOCK
+    fits = weight.dtype in kinds and dtype in ROW_TYPES and weight.is_contiguous() and k % multiple == 0
+    if scales is not None:
+        fits = fits and dtype == torch.bfloat16 and scales.dtype == torch.float32 and scales.is_contiguous()
+        fits = fits and scales.shape == (-(-n // BLOCK), k // BLOCK) and (not linear.gated or n // 2 % BLOCK == 0)
+    if not fits or weight.data_ptr() % _ALIGNMENT or not 1 <= max_rows <= MAX_ROWS:
+        raise _error(
+            "this weight does not fit the kernel",
+            f"{weight.dtype} {tuple(weight.shape)}, scales {None if scales is None else tuple(scales.shape)}, "
+            f"rows of {dtype}, {max_rows} at most",
+            f"contiguous [N, K] of the rows' dtype, K a multiple of 32; or e4m3 with f32 scales of blocks of 128, "
+            f"K a multiple of 128; up to {MAX_ROWS} rows",
+            "use torch's own products for it",
+        )
+    for name, each, size in (("bias", linear.bias, n), ("norm", link.norm, k)):
+        if each is None:
+            continue
+        fits = each.dtype == dtype and each.shape == (size,) and each.is_contiguous()
+        if not fits or (name == "norm" and each.data_ptr() % _ALIGNMENT):
             raise _error(
-                "this weight does not fit the kernel",
-                f"{weight.dtype} {tuple(weight.shape)}, scales {None if scales is None else tuple(scales.shape)}, "
-                f"rows of {dtype}, {max_rows} at most",
-                f"contiguous [N, K] of the rows' dtype, K a multiple of 32; or e4m3 with f32 scales of blocks of 128, "
-                f"K a multiple of 128; up to {MAX_ROWS} rows",
-                "use torch's own products for it",
-            )
-        bias = linear.bias
-        if bias is not None and (bias.dtype != dtype or bias.shape != (n,) or not bias.is_contiguous()):
-            raise _error(
-                "the bias does not fit the weight",
-                f"{bias.dtype} {tuple(bias.shape)}",
-                f"{dtype} [{n}]",
+                f"the {name} does not fit the weight",
+                f"{each.dtype} {tuple(each.shape)}",
+                f"{dtype} [{size}], contiguous, a norm at a multiple of {_ALIGNMENT} bytes",
                 "convert it once, when it is loaded",
             )
 

@@ -13,31 +13,39 @@ STEP_KERNELS = ("begin", "embed", "norm", "rope", "swiglu")
 
 
 class LinearTiling(NamedTuple):
-    """depth: pieces of 64 bytes of each weight row under way a lane. ctas: that an SM has room for, which bounds
-    registers; one less are launched, so that the next kernel's find room beside them."""
+    """warps: that share a stage's values of k. row_bytes: of a stage, of each of its 16 weight rows. max_stages: of the
+    ring; fewer where shared memory ends before."""
 
-    depth: int
-    ctas: int
+    warps: int = 8
+    row_bytes: int = 1024
+    max_stages: int = 16
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: consumers, a producer and an epilogue warp."""
+        return 32 * (self.warps + 2)
 
 
-def linear_tiling(*, gated: bool) -> LinearTiling:
-    """Eight loads of 16 bytes under way a lane, in so few registers that three CTAs share an SM."""
-    return LinearTiling(2 if gated else 4, 3)
+LINEAR_TILING = LinearTiling()
 
 
-def linear_cell(row_type: str, *, fp8: bool, gated: bool, tiling: LinearTiling | None = None) -> Cell:
+def linear_shared_bytes(stages: int, x_bytes: int, tiling: LinearTiling) -> int:
+    """Dynamic shared memory of a CTA of csrc/linear_few.cuh: the ring, x, sums of warps, of norms, barriers."""
+    sums = 2 * tiling.warps * 16 * 8 * 4 + 8 * tiling.warps * 4
+    return stages * 16 * (tiling.row_bytes + 64) + x_bytes + sums + 8 * (5 + 4 + 2 * stages)
+
+
+def linear_cell(row_type: str, *, fp8: bool, tiling: LinearTiling = LINEAR_TILING) -> Cell:
     """x W^T of up to eight rows (csrc/linear_few.cuh). fp8: weights are e4m3 with a scale a block of 128 x 128."""
-    flags = [name for name, on in (("fp8", fp8), ("gated", gated)) if on]
-    depth, ctas = tiling or linear_tiling(gated=gated)
-    variant = "-".join([row_type, *flags, *([f"d{depth}c{ctas}"] if tiling else [])])
+    own = [f"w{tiling.warps}b{tiling.row_bytes}"] if tiling[:2] != LINEAR_TILING[:2] else []
+    variant = "-".join([row_type, *(["fp8"] if fp8 else []), *own])
     kernel = f"linear_{variant.replace('-', '_')}"
     defines = {
         "TAILPACK_KERNEL_LINEAR": kernel,
         "TAILPACK_TYPE": ROW_TYPES[row_type],
         "TAILPACK_FP8": str(int(fp8)),
-        "TAILPACK_GATED": str(int(gated)),
-        "TAILPACK_DEPTH": str(depth),
-        "TAILPACK_CTAS": str(ctas),
+        "TAILPACK_WARPS": str(tiling.warps),
+        "TAILPACK_ROW_BYTES": str(tiling.row_bytes),
     }
     return Cell("linear_few.cu", 0, "few", variant, (kernel,), tuple(defines.items()), tensor_kernels=(kernel,))
 

@@ -55,7 +55,7 @@ class DecodeGraphs:
         attention: of ``kv``, on the GPU; None for DeepSeek-V4, which attends by PyTorch.
         max_sequences, max_sequence_tokens: the largest step.
         buckets: numbers of rows to capture, those above ``max_sequences`` left out, that itself added.
-        few_rows, prefetch_tokens, fp8: see ``DecodeLayers``; of the llama family alone.
+        few_rows, fp8: see ``DecodeLayers``; of the llama family alone.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class DecodeGraphs:
         max_sequence_tokens: int,
         buckets: Sequence[int] = BUCKETS,
         few_rows: int = MAX_ROWS,
-        prefetch_tokens: int = 0,
         fp8: bool = False,
     ) -> None:
         self._device = network.device
@@ -80,9 +79,7 @@ class DecodeGraphs:
             self.layers = V4DecodeLayers(network, kv, self.state)
         else:
             assert attention is not None
-            self.layers = DecodeLayers(
-                network, kv, self.state, attention, few_rows=few_rows, prefetch_tokens=prefetch_tokens, fp8=fp8
-            )
+            self.layers = DecodeLayers(network, kv, self.state, attention, few_rows=few_rows, fp8=fp8)
         self._replays: dict[tuple[int, int], Replay] = {}
         self._ahead: dict[int, int] = {}  # by row: by how much its tokens at a step exceed the step's number, at most
         self._rows: dict[int, int] = {}  # of the steps whose tokens are kept

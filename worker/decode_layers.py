@@ -1,34 +1,23 @@
 """One decode step of the llama family as a row of launches over static buffers, ready to be captured.
 
-Up to eight rows go through products of our own, which gate or add after (kernels/linear_cuda.py): four launches a
-layer, two of norms, one of rotary embedding and append, three of attention. More rows go through cuBLAS, with SwiGLU by
-a kernel of our own. Nothing is allocated once the buffers are there, nothing comes back to the host.
+Few rows (up to eight) go through chains of products of our own, which norm before, and gate or add after
+(kernels/linear_cuda.py): a layer is one launch of rotary embedding and append, three of attention, and one for all that
+lies between its attention and the next layer's. More rows go through cuBLAS, with norms and SwiGLU by kernels of our
+own. Nothing is allocated once the buffers are there, nothing comes back to the host.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from kernels.decode_step_cuda import AppendTo, StepKernels
-from kernels.linear_cuda import MAX_ROWS, FewLinear, LinearWeight, quantized
+from kernels.linear_cuda import MAX_ROWS, LinearChain, LinearWeight, Link, LinkCall, quantized
 from kernels.sample_cuda import SampleKernel
 from protos.errors import ConfigError
 from worker.decode_state import DecodeState
 from worker.kv_view import KvView, RegionView
 from worker.models.gpu_attention import GpuAttention
 from worker.models.llama import Llama
-
-
-@dataclass(frozen=True)
-class _Products:
-    """A layer's four, for few rows."""
-
-    qkv: FewLinear
-    o: FewLinear
-    gate_up: FewLinear
-    down: FewLinear
 
 
 class DecodeLayers:
@@ -41,8 +30,6 @@ class DecodeLayers:
     Args:
         attention: of ``kv``; its kernels are used by turns with the eager step's, on one stream.
         few_rows: up to so many rows go through our own products; 0: none do.
-        prefetch_tokens: where the sequences of a step have so many tokens together or fewer, a layer's attention
-            leaves the memory idle, and the weight behind it is brought nearer meanwhile; 0: never.
         fp8: our own products read weights of their own, quantised here to FP8 in blocks of 128 x 128; then ``max_rows``
             is at most 8.
 
@@ -58,7 +45,6 @@ class DecodeLayers:
         attention: GpuAttention,
         *,
         few_rows: int = MAX_ROWS,
-        prefetch_tokens: int = 0,
         fp8: bool = False,
     ) -> None:
         if fp8 and state.max_rows > min(few_rows, MAX_ROWS):
@@ -78,12 +64,7 @@ class DecodeLayers:
         self._attention = [attention.decode_layer(i) for i in range(c.num_layers)]
         self._tables = (network.cos.squeeze(1).contiguous(), network.sin.squeeze(1).contiguous())
         self.weight_bytes, self.fp8 = 0, fp8
-        self._products = [self._few(layer, fp8) for layer in network.layers] if self._few_rows else []
-        self._lm_head = self._one(network.lm_head, fp8=fp8) if self._few_rows else None
-        if prefetch_tokens:
-            for products in self._products:
-                lengths = state.row_words("num_tokens", rows)
-                products.qkv.prefetch(products.o.linear.weight, lengths, prefetch_tokens)
+        self._chains = self._chains_of(fp8) if self._few_rows else []
         heads = c.q_heads + 2 * c.kv_heads
         self._x, self._delta, self._normed = (like.new_empty(rows, c.hidden) for _ in range(3))
         self._qkv = like.new_empty(rows, heads * c.head_dim)
@@ -99,10 +80,8 @@ class DecodeLayers:
 
     def load(self) -> None:
         """Loads every kernel, compiling what no archive has: seconds, and not allowed inside a capture."""
-        for product in (p for layer in self._products for p in (layer.qkv, layer.o, layer.gate_up, layer.down)):
-            product.load()
-        if self._lm_head is not None:
-            self._lm_head.load()
+        for chain in self._chains:
+            chain.load()
 
     def run(self, rows: int, reach: int = 0) -> None:
         """Launches one step of ``rows`` rows: patches, the model, the draw. ``reach``: one of ``reaches``."""
@@ -112,9 +91,11 @@ class DecodeLayers:
         kernels.embed(state.row_words("tokens", rows), self._network.embed, x)
         batches = {view.group.name: state.batch(view.group.name, rows) for view, _ in self._views}
         few = 0 < rows <= self._few_rows
+        if few:
+            self._chains[0](LinkCall(x, self._qkv[:rows]))
         for index in range(c.num_layers):
-            before = self._few_before if few else self._many_before
-            before(index, rows)
+            if not few:
+                self._many_before(index, rows)
             k_view, v_view = self._views[index]
             layer, qkv, group = self._network.layers[index], self._qkv[:rows], k_view.group.name
             to = AppendTo(
@@ -127,29 +108,49 @@ class DecodeLayers:
             after = self._few_after if few else self._many_after
             after(index, rows)
         logits, normed = self.logits[:rows], self._normed[:rows]
-        if few:
-            assert self._lm_head is not None
-            kernels.add_norm(x, None, self._network.norm, c.norm_eps, normed)
-            self._lm_head(normed, logits)
-        else:
+        if not few:
             kernels.add_norm(x, self._delta[:rows], self._network.norm, c.norm_eps, normed)
             torch.mm(normed, self._network.lm_head.t(), out=logits)
         self._sample(logits, state.sampling(rows))
 
     # --- few rows ---
 
-    def _few_before(self, index: int, rows: int) -> None:
-        normed, eps = self._normed[:rows], self._network.config.norm_eps
-        self._kernels.add_norm(self._x[:rows], None, self._network.layers[index].input_norm, eps, normed)
-        self._products[index].qkv(normed, self._qkv[:rows])
-
     def _few_after(self, index: int, rows: int) -> None:
-        products, x, gated = self._products[index], self._x[:rows], self._gated[:rows]
-        products.o(self._attended[:rows], x, residual=x)
-        normed, eps = self._normed[:rows], self._network.config.norm_eps
-        self._kernels.add_norm(x, None, self._network.layers[index].post_norm, eps, normed)
-        products.gate_up(normed, gated)
-        products.down(gated, x, residual=x)
+        """A layer's products behind its attention, and the one that comes next: the next layer's, or the logits."""
+        x, gated, last = self._x[:rows], self._gated[:rows], index + 1 == self._network.config.num_layers
+        self._chains[index + 1](
+            LinkCall(self._attended[:rows], x, x),
+            LinkCall(x, gated),
+            LinkCall(gated, x, x),
+            LinkCall(x, (self.logits if last else self._qkv)[:rows]),
+        )
+
+    def _chains_of(self, fp8: bool) -> list[LinearChain]:
+        network, eps = self._network, self._network.config.norm_eps
+        layers = network.layers
+
+        def link(
+            weight: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None, gated: bool = False
+        ) -> Link:
+            codes, scales = quantized(weight) if fp8 else (weight, None)
+            linear = LinearWeight(codes, scales, bias=bias, gated=gated)
+            self.weight_bytes += linear.num_bytes
+            return Link(linear, norm, eps)
+
+        chains = [[link(layers[0].qkv, layers[0].qkv_bias, layers[0].input_norm)]]
+        for layer, after in zip(layers, [*layers[1:], None], strict=True):
+            following = link(after.qkv, after.qkv_bias, after.input_norm) if after is not None else None
+            chains.append(
+                [
+                    link(layer.o, layer.o_bias, None),
+                    link(layer.gate_up, layer.gate_up_bias, layer.post_norm, gated=True),
+                    link(layer.down, layer.down_bias, None),
+                    following or link(network.lm_head, None, network.norm),
+                ]
+            )
+        like, rows = network.embed, min(self._few_rows, self._state.max_rows)
+        arrived = torch.zeros(1, dtype=torch.int32, device=like.device)
+        return [LinearChain(links, like.dtype, arrived, rows) for links in chains]
 
     # --- many rows ---
 
@@ -166,39 +167,6 @@ class DecodeLayers:
         _linear(normed, layer.gate_up, layer.gate_up_bias, self._gate_up[:rows])
         self._kernels.swiglu(self._gate_up[:rows], self._gated[:rows])
         _linear(self._gated[:rows], layer.down, layer.down_bias, delta)
-
-    def _few(self, layer: object, fp8: bool) -> _Products:
-        def of(name: str) -> torch.Tensor:
-            weight = getattr(layer, name)
-            assert isinstance(weight, torch.Tensor)
-            return weight
-
-        def bias(name: str) -> torch.Tensor | None:
-            found = getattr(layer, f"{name}_bias")
-            assert found is None or isinstance(found, torch.Tensor)
-            return found
-
-        return _Products(
-            self._one(of("qkv"), bias("qkv"), fp8=fp8),
-            self._one(of("o"), bias("o"), fp8=fp8),
-            self._one(of("gate_up"), bias("gate_up"), gated=True, fp8=fp8),
-            self._one(of("down"), bias("down"), fp8=fp8),
-        )
-
-    def _one(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        gated: bool = False,
-        fp8: bool,
-    ) -> FewLinear:
-        scales = None
-        if fp8:
-            weight, scales = quantized(weight)
-        linear = LinearWeight(weight, scales, bias=bias, gated=gated)
-        self.weight_bytes += linear.num_bytes
-        return FewLinear(linear, self._network.embed.dtype, min(self._few_rows, self._state.max_rows))
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -1,24 +1,22 @@
-// A matrix product of 1 to 8 rows: out[m][n] = after(sum over k of x[m][k] * weight[n][k]).
+// A chain of matrix products of 1 to 8 rows, in one launch. Each: out[m][n] = after(sum over k of before(x)[m][k] *
+// weight[n][k]); the x of a later one is made of what earlier ones wrote. The time is that of reading the weights once.
 //
-// Weights are read once, straight into registers, as A operands of m16n8k16: a lane's 16 bytes of a row are contiguous
-// values of k, in whatever order the instruction sums them, as long as x comes in the same. So the 8 columns of a product
-// are free, and nothing is converted: two loads, one of x and two products for 16 weight rows and 32 values of k.
-//
-// Grid: any number of CTAs, which take tiles of 16 weight rows (GATED: 16 of the gate and the same 16 of up) in turn; 8
-// warps share k, in pieces of 64 bytes a row in turn, and their sums are added in a fixed order. Loads run DEPTH pieces
-// ahead, across the end of a tile. Few enough CTAs leave room on each SM for those of the next kernel.
-//
-// PDL: the first weights are asked for before the kernel waits for what x comes from (ptx.cuh, wait_for_dependencies).
-//
-//   GATED  weight holds gate [n][k] and, behind it, up [n][k]; out = T(T(silu(T(gate))) * T(up))
-//   FP8    weight is e4m3 and scales f32 [weight rows / 128][k / 128] belong to blocks of 128 x 128
-//   bias [weight rows] (or null) is added to the sum; then it is rounded to T; then residual [rows][n] (or null) is added.
+//   before     RMS norm of x where there are weights for it: T(norm * T(x * rsqrt(mean(x^2) + eps)))
+//   after      bias [weight rows] is added (or null), the sum rounded to T; then gated, or residual [rows][n] is added (or null)
+//   gated      weight holds gate [n][k] and, behind it, up [n][k]; out = T(T(silu(T(gate))) * T(up))
+//   FP8        weights are e4m3 and scales f32 [weight rows / 128][k / 128] belong to blocks of 128 x 128
 //   residual may be out itself.
 //
-// prefetch (or null): prefetch_bytes of another weight that each CTA, when it has read its own, asks for its part of, to be
-// in the second-level cache when its product comes: for what follows between, which leaves the memory idle. Not asked for
-// where the rows' num_tokens are together more than prefetch_limit: their KV would push it out again.
+// A CTA takes tiles of 16 weight rows in turn (gated: 8 of gate and the same 8 of up). Its producer warp streams them into
+// a ring of stages, ROW_BYTES of each of the 16 rows, and runs ahead over tiles and over products: weights depend on
+// nothing, so it does not even wait for what the launch depends on. WARPS consumer warps share a stage's values of k. Weights
+// are A operands of m16n8k16, as they lie in memory: a lane's 16 bytes of a row are contiguous values of k, in whatever
+// order the instruction sums them, as long as x comes in the same; the 8 columns are the rows of x, and the result of
+// one does not depend on the others. An epilogue warp adds up what the consumers have, in a fixed order, and writes it; between
+// two products it waits until the epilogue warps of all CTAs have written. That wait needs all CTAs of the grid to run at
+// once: never launch more than fit on the device, nor two chains on two streams.
 //
+// Rows of x are copied to shared memory; those too long for that are read from memory, and then there is no norm.
 // k: a multiple of 32, in FP8 of 128. Rows of x and weights are contiguous, at multiples of 16 bytes.
 #pragma once
 
@@ -26,20 +24,29 @@
 
 namespace tailpack {
 
-constexpr int kLinearWarps = 8, kLinearThreads = 32 * kLinearWarps, kLinearRows = 16, kLinearColumns = 8;
+constexpr int kLinearRows = 16, kLinearColumns = 8, kLinearProducts = 4;
+constexpr int kLinearPad = 64; // bytes between rows in shared memory: what 8 lanes read lies in all banks
+constexpr int kLinearSums = kLinearRows * kLinearColumns;
+constexpr uint32_t kLinearGeneration = 1024; // what the counter of arrived CTAs grows by between two products
 
-struct LinearArgs {
+struct LinearProduct {
     const void* x;
     const void* weight;
     const float* scales;
     const void* bias;
     const void* residual;
+    const void* norm;
     void* out;
     int64_t x_stride, residual_stride, out_stride; // elements
-    const uint8_t* prefetch;
-    const int32_t* num_tokens; // [rows]
-    int64_t prefetch_bytes;
-    int32_t prefetch_limit, rows, n, k;
+    int32_t n, k, gated;
+    float eps;
+};
+
+struct LinearArgs {
+    LinearProduct products[kLinearProducts];
+    uint32_t* arrived; // a multiple of kLinearGeneration before and after a launch
+    int32_t num_products, rows;
+    int32_t stages, x_bytes; // of shared memory: linear_shared_bytes
 };
 
 // Four e4m3 codes to two registers of bf16 halves, codes (0, 2) and (1, 3), exactly, times 2^-120: sign and the 7 bits of
@@ -51,180 +58,420 @@ __device__ __forceinline__ void e4m3_halves(uint32_t codes, uint32_t& even, uint
 constexpr uint32_t kTwoToThe60 = 0x5d805d80u; // two halves of bf16: x times this, and the sum times 2^60, undo the 2^-120
 constexpr float kUnscale = 1152921504606846976.0f;
 
-template <typename T> __device__ __forceinline__ float rounded(float x) { return static_cast<float>(static_cast<T>(x)); }
+template <typename T> __device__ __forceinline__ float as_rounded(float x) { return static_cast<float>(static_cast<T>(x)); }
 
-constexpr int64_t kPrefetchPiece = 16384;
-
-// One thread of each CTA.
-__device__ __forceinline__ void prefetch_part(const LinearArgs& args) {
-    int64_t tokens = 0;
-    for (int m = 0; m < args.rows; m++) tokens += args.num_tokens[m];
-    if (tokens > args.prefetch_limit) return;
-    const int64_t part = (args.prefetch_bytes / gridDim.x + 15) / 16 * 16, first = part * blockIdx.x;
-    const int64_t end = min(first + part, args.prefetch_bytes);
-    for (int64_t at = first; at < end; at += kPrefetchPiece)
-        prefetch_l2(args.prefetch + at, static_cast<uint32_t>(min(kPrefetchPiece, end - at)));
-}
-
-// x of one piece, as a lane holds it.
-template <bool FP8> struct LinearX {
-    uint4 part[FP8 ? 2 : 1];
-};
-
-// own += w x, of one piece; w as it lies in memory, [row g, row g + 8].
-template <typename T, bool FP8>
-__device__ __forceinline__ void multiply_piece(float (&own)[4], const uint4 (&w)[2], const LinearX<FP8>& x) {
-    if constexpr (FP8) {
-#pragma unroll
-        for (int part = 0; part < 2; part++) { // 8 of the lane's 16 values of k
-            const uint4& v = x.part[part];
-            uint32_t a0, a1, a2, a3;
-            e4m3_halves(part ? w[0].z : w[0].x, a0, a2);
-            e4m3_halves(part ? w[1].z : w[1].x, a1, a3);
-            mma_half<T>(own, a0, a1, a2, a3, v.x, v.y);
-            e4m3_halves(part ? w[0].w : w[0].y, a0, a2);
-            e4m3_halves(part ? w[1].w : w[1].y, a1, a3);
-            mma_half<T>(own, a0, a1, a2, a3, v.z, v.w);
-        }
-    } else {
-        const uint4& v = x.part[0];
-        mma_half<T>(own, w[0].x, w[1].x, w[0].y, w[1].y, v.x, v.y);
-        mma_half<T>(own, w[0].z, w[1].z, w[0].w, w[1].w, v.z, v.w);
+// Until every CTA of the grid has come here, and what each wrote is seen. One thread of each CTA.
+__device__ __forceinline__ void meet_grid(uint32_t* arrived) {
+    const uint32_t share = blockIdx.x == 0 ? kLinearGeneration - (gridDim.x - 1) : 1u;
+    const uint32_t target = (add_release(arrived, share) | (kLinearGeneration - 1)) + 1;
+    for (uint32_t polls = 0; static_cast<int32_t>(load_acquire(arrived) - target) < 0; polls++) {
+        if (polls == 1u << 26) trap(); // seconds: not all CTAs run
+        pause_poll();
     }
 }
 
-template <typename T, bool FP8, bool GATED, int DEPTH> __device__ __forceinline__ void linear_few(const LinearArgs& args) {
-    constexpr int kTiles = GATED ? 2 : 1;
-    constexpr int kPiece = FP8 ? 64 : 32; // values of k: 64 bytes a row
-    constexpr int kWeightBytes = FP8 ? 1 : 2, kLaneValues = 16 / kWeightBytes;
-    launch_dependents();
-    __shared__ float partial[2][kLinearWarps][kTiles][kLinearRows * kLinearColumns];
+template <typename T, bool FP8, int WARPS, int ROW_BYTES> struct LinearCta {
+    static constexpr int kConsumers = 32 * WARPS, kThreads = kConsumers + 64;
+    static constexpr int kPitch = ROW_BYTES + kLinearPad, kStageBytes = kLinearRows * kPitch;
+    static constexpr int kWeightBytes = FP8 ? 1 : 2;
+    static constexpr int kPieces = ROW_BYTES / 64, kOwn = kPieces / WARPS; // of 64 bytes a row, of a stage and of a warp
+    static constexpr int kPieceBytes = FP8 ? 128 : 64;                     // of x
+    static constexpr int kParts = FP8 ? 2 : 1;                             // of a lane's x: 16 bytes each
+    static constexpr int kXBatch = 8, kNormAhead = 2;                      // loads of 16 bytes a thread under way
+    static_assert(kPieces % WARPS == 0 && ROW_BYTES % 128 == 0);
 
-    const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-    const int tiles = (args.n + kLinearRows - 1) / kLinearRows, step = static_cast<int>(gridDim.x);
-    const int all = args.k / kPiece, pieces = (all - warp + kLinearWarps - 1) / kLinearWarps; // of this warp
-    // Each warp goes through so many places a tile, of which the last ones may be empty.
-    const int places = ((all + kLinearWarps - 1) / kLinearWarps + DEPTH - 1) / DEPTH * DEPTH;
+    const LinearArgs& args;
+    uint8_t* shared;
+    uint32_t base;
+    int warp, lane;
 
-    int next_tile = static_cast<int>(blockIdx.x), next_place = 0; // of the piece that is loaded next
-    const uint8_t* from[kTiles][2];
-    auto seek = [&] {
-#pragma unroll
-        for (int tile = 0; tile < kTiles; tile++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                // Rows behind the last are computed and dropped.
-                const int64_t row = min(next_tile * kLinearRows + g + 8 * half, args.n - 1) + static_cast<int64_t>(tile) * args.n;
-                from[tile][half] = static_cast<const uint8_t*>(args.weight) + row * args.k * kWeightBytes + 64 * warp + 16 * t;
-            }
+    __device__ __forceinline__ LinearCta(const LinearArgs& args, uint8_t* shared)
+        : args(args), shared(shared), base(shared_address(shared)), warp(static_cast<int>(threadIdx.x) / 32),
+          lane(static_cast<int>(threadIdx.x) % 32) {}
+
+    // ---- shared memory: stages, x, sums of consumers [2][WARPS][kLinearSums], of norms [8][WARPS], barriers
+
+    __device__ __forceinline__ int x_at() const { return args.stages * kStageBytes; }
+    __device__ __forceinline__ int sums_at() const { return x_at() + args.x_bytes; }
+    __device__ __forceinline__ int norms_at() const { return sums_at() + 2 * WARPS * kLinearSums * 4; }
+    __device__ __forceinline__ int barriers_at() const { return norms_at() + kLinearColumns * WARPS * 4; }
+    __device__ __forceinline__ uint32_t barrier(int i) const { return base + barriers_at() + 8 * i; }
+    __device__ __forceinline__ uint32_t sums_full(int i) const { return barrier(i); }
+    __device__ __forceinline__ uint32_t sums_empty(int i) const { return barrier(2 + i); }
+    __device__ __forceinline__ uint32_t x_ready(int product) const { return barrier(4 + product); }
+    __device__ __forceinline__ uint32_t meeting() const { return barrier(4 + kLinearProducts); }
+    __device__ __forceinline__ uint32_t stage_full(int i) const { return barrier(5 + kLinearProducts + 2 * i); }
+    __device__ __forceinline__ uint32_t stage_empty(int i) const { return barrier(6 + kLinearProducts + 2 * i); }
+    __device__ __forceinline__ float* sums(int buffer) const {
+        return reinterpret_cast<float*>(shared + sums_at()) + buffer * WARPS * kLinearSums;
+    }
+
+    __device__ __forceinline__ void init() {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < 2; i++) mbarrier_init(sums_full(i), WARPS), mbarrier_init(sums_empty(i), 1);
+            for (int i = 0; i < kLinearProducts; i++) mbarrier_init(x_ready(i), 1);
+            mbarrier_init(meeting(), WARPS);
+            for (int i = 0; i < args.stages; i++)
+                mbarrier_init(stage_full(i), kStageArrivals), mbarrier_init(stage_empty(i), WARPS);
+            mbarrier_init_fence();
+        }
+        __syncthreads();
+    }
+
+    // ---- what the warps agree on
+
+    struct Ring {
+        int stage = 0;
+        uint32_t parity = 0;
+        __device__ __forceinline__ void next(int stages) {
+            if (++stage == stages) stage = 0, parity ^= 1;
+        }
     };
-    auto load = [&](uint4 (&to)[kTiles][2]) {
-        if (next_tile >= tiles) return;
-        if (next_place < pieces)
+    static __device__ __forceinline__ int tile_width(const LinearProduct& product) { return product.gated ? 8 : kLinearRows; }
+    static __device__ __forceinline__ int num_tiles(const LinearProduct& product) {
+        const int width = tile_width(product);
+        return (product.n + width - 1) / width;
+    }
+    static __device__ __forceinline__ int num_chunks(const LinearProduct& product) {
+        return (product.k * kWeightBytes + ROW_BYTES - 1) / ROW_BYTES;
+    }
+    static __device__ __forceinline__ int chunk_bytes(const LinearProduct& product, int chunk) {
+        return min(ROW_BYTES, product.k * kWeightBytes - chunk * ROW_BYTES);
+    }
+    static __device__ __forceinline__ int x_pitch(const LinearProduct& product) { return product.k * 2 + kLinearPad; }
+
+    // ---- the producer warp
+
+    __device__ __forceinline__ void produce() {
+        const uint64_t stream = evict_first_policy();
+        Ring ring;
+        for (int p = 0; p < args.num_products; p++) {
+            const LinearProduct& product = args.products[p];
+            const int tiles = num_tiles(product), chunks = num_chunks(product), width = tile_width(product);
+            const int64_t row_bytes = static_cast<int64_t>(product.k) * kWeightBytes;
+            for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
+                const uint8_t* weight = static_cast<const uint8_t*>(product.weight);
+                const int first = tile * width, last = product.n - 1; // rows behind the last are computed and dropped
+                for (int chunk = 0; chunk < chunks; chunk++) {
+                    const uint32_t bytes = static_cast<uint32_t>(chunk_bytes(product, chunk)), full = stage_full(ring.stage);
+                    const uint32_t to = base + ring.stage * kStageBytes;
+                    mbarrier_wait(stage_empty(ring.stage), ring.parity ^ 1);
+                    stage_begin(full, kLinearRows * bytes);
 #pragma unroll
-            for (int tile = 0; tile < kTiles; tile++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    to[tile][half] = load_stream_16(from[tile][half]);
-                    from[tile][half] += 64 * kLinearWarps;
+                    for (int r = 0; r < kLinearRows; r++) {
+                        const int row = product.gated && r >= 8 ? product.n + min(first + r - 8, last) : min(first + r, last);
+                        stage_copy(to + r * kPitch, weight + row * row_bytes, bytes, full, stream);
+                    }
+                    stage_end(full);
+                    weight += ROW_BYTES;
+                    ring.next(args.stages);
                 }
-        if (++next_place == places) {
-            next_place = 0;
-            next_tile += step;
-            if (next_tile < tiles) seek();
-        }
-    };
-    uint4 held[DEPTH][kTiles][2];
-    if (next_tile < tiles) seek();
-#pragma unroll
-    for (int d = 0; d < DEPTH; d++) load(held[d]);
-
-    wait_for_dependencies();
-    // Column g of a product is row g of x; columns behind the last row are zeros, or whatever: they are dropped.
-    const uint8_t* x = static_cast<const uint8_t*>(args.x) + min(g, args.rows - 1) * args.x_stride * 2 +
-                       (kPiece * warp + kLaneValues * t) * 2;
-    auto load_x = [&](int piece) {
-        LinearX<FP8> v;
-        const uint8_t* at = x + static_cast<int64_t>(piece < pieces ? piece : 0) * (kPiece * kLinearWarps * 2);
-        if constexpr (FP8) {
-#pragma unroll
-            for (int part = 0; part < 2; part++) v.part[part] = load_l2_16(at + 16 * part);
-        } else {
-            v.part[0] = load_l2_16(at);
-        }
-        return v;
-    };
-    auto as_operand = [&](LinearX<FP8> v) { // x in the order in which codes come out of a word, times 2^60
-        if constexpr (FP8) {
-#pragma unroll
-            for (int part = 0; part < 2; part++) {
-                const uint4 p = v.part[part];
-                v.part[part] = uint4{multiply_halves<T>(permute(p.x, p.y, 0x5410), kTwoToThe60),
-                                     multiply_halves<T>(permute(p.x, p.y, 0x7632), kTwoToThe60),
-                                     multiply_halves<T>(permute(p.z, p.w, 0x5410), kTwoToThe60),
-                                     multiply_halves<T>(permute(p.z, p.w, 0x7632), kTwoToThe60)};
             }
         }
-        return v;
-    };
-    LinearX<FP8> ahead = pieces > 0 ? load_x(0) : LinearX<FP8>{};
+    }
 
-    int buffer = 0;
-    for (int tile0 = static_cast<int>(blockIdx.x); tile0 < tiles; tile0 += step) {
-        const int first = tile0 * kLinearRows;
-        float sum[kTiles][4] = {};
-        for (int place = 0; place < places; place += DEPTH) {
+    // ---- the consumer warps
+
+    // x of one piece, as a lane holds it.
+    struct Operand {
+        uint4 part[kParts];
+    };
+    // x in the order in which codes come out of a word, times 2^60.
+    static __device__ __forceinline__ uint4 as_operand(const uint4& v) {
+        if constexpr (FP8)
+            return uint4{multiply_halves<T>(permute(v.x, v.y, 0x5410), kTwoToThe60),
+                         multiply_halves<T>(permute(v.x, v.y, 0x7632), kTwoToThe60),
+                         multiply_halves<T>(permute(v.z, v.w, 0x5410), kTwoToThe60),
+                         multiply_halves<T>(permute(v.z, v.w, 0x7632), kTwoToThe60)};
+        return v;
+    }
+    static __device__ __forceinline__ float sum_of_squares(const uint4& v) {
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+        float sum = 0.0f;
 #pragma unroll
-            for (int d = 0; d < DEPTH; d++) {
-                const int i = place + d;
-                if (i < pieces) {
-                    const LinearX<FP8> v = as_operand(ahead);
-                    ahead = load_x(i + 1);
+        for (int j = 0; j < 4; j++) {
+            const float low = half_of<T>(words[j], 0), high = half_of<T>(words[j], 1);
+            sum += low * low + high * high;
+        }
+        return sum;
+    }
+    static __device__ __forceinline__ uint4 normed(const uint4& v, const uint4& weight, float rstd) {
+        const uint32_t from[4] = {v.x, v.y, v.z, v.w}, by[4] = {weight.x, weight.y, weight.z, weight.w};
+        uint32_t to[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            to[j] = pack_halves<T>(as_rounded<T>(half_of<T>(from[j], 0) * rstd) * half_of<T>(by[j], 0),
+                                   as_rounded<T>(half_of<T>(from[j], 1) * rstd) * half_of<T>(by[j], 1));
+        return uint4{to[0], to[1], to[2], to[3]};
+    }
+    __device__ __forceinline__ void meet_consumers(uint32_t& parity) const {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(meeting());
+        mbarrier_wait(meeting(), parity);
+        parity ^= 1;
+    }
+
+    // Rows of x to shared memory, as operands; first normed where that is asked for. `ahead`: this thread's first pieces of
+    // the norm's weights.
+    __device__ __forceinline__ void bring_x(const LinearProduct& product, const uint4 (&ahead)[kNormAhead], uint32_t& parity) const {
+        const int thread = static_cast<int>(threadIdx.x), bytes = product.k * 2, pitch = x_pitch(product);
+        float* norms = reinterpret_cast<float*>(shared + norms_at());
+        const bool norm = product.norm != nullptr;
+        for (int m = 0; m < args.rows; m++) {
+            const uint8_t* from = static_cast<const uint8_t*>(product.x) + m * product.x_stride * 2;
+            uint8_t* to = shared + x_at() + m * pitch;
+            float sum = 0.0f;
+            for (int first = 16 * thread; first < bytes; first += 16 * kConsumers * kXBatch) {
+                uint4 v[kXBatch];
+#pragma unroll
+                for (int j = 0; j < kXBatch; j++) {
+                    const int at = first + 16 * kConsumers * j;
+                    if (at < bytes) v[j] = load_l2_16(from + at);
+                }
+#pragma unroll
+                for (int j = 0; j < kXBatch; j++) {
+                    const int at = first + 16 * kConsumers * j;
+                    if (at >= bytes) continue;
+                    if (norm) sum += sum_of_squares(v[j]);
+                    *reinterpret_cast<uint4*>(to + at) = norm ? v[j] : as_operand(v[j]);
+                }
+            }
+            if (!norm) continue;
+#pragma unroll
+            for (int distance = 16; distance >= 1; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+            if (lane == 0) norms[m * WARPS + warp] = sum;
+        }
+        meet_consumers(parity);
+        if (!norm) return;
+        for (int m = 0; m < args.rows; m++) {
+            uint8_t* row = shared + x_at() + m * pitch;
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) sum += norms[m * WARPS + w];
+            const float rstd = rsqrtf(sum / static_cast<float>(product.k) + product.eps);
+#pragma unroll
+            for (int j = 0; j < kNormAhead; j++) { // the same thread's own
+                const int at = 16 * (thread + kConsumers * j);
+                if (at >= bytes) continue;
+                uint4* x = reinterpret_cast<uint4*>(row + at);
+                *x = as_operand(normed(*x, ahead[j], rstd));
+            }
+            for (int at = 16 * (thread + kConsumers * kNormAhead); at < bytes; at += 16 * kConsumers) {
+                uint4* x = reinterpret_cast<uint4*>(row + at);
+                *x = as_operand(normed(*x, load_cached_16(static_cast<const uint8_t*>(product.norm) + at), rstd));
+            }
+        }
+        meet_consumers(parity);
+    }
+
+    // Scales of the lane's rows g and g + 8 in this warp's pieces of a stage; the blocks of all rows of a half tile are one.
+    struct Scales {
+        float of[kOwn][2];
+    };
+    __device__ __forceinline__ void load_scales(const LinearProduct& product, int tile, int chunk, Scales& to) const {
+        const int64_t blocks = product.k / 128;
+        const int first = tile * tile_width(product), second = product.gated ? product.n + first : first;
+        const int pieces = chunk_bytes(product, chunk) / 64;
+#pragma unroll
+        for (int j = 0; j < kOwn; j++) {
+            const int i = warp + WARPS * j;
+            if (i >= pieces) continue;
+            const int64_t block = (chunk * kPieces + i) / 2;
+            to.of[j][0] = __ldg(product.scales + first / 128 * blocks + block);
+            to.of[j][1] = __ldg(product.scales + second / 128 * blocks + block);
+        }
+    }
+
+    // sum += w x, of one piece; w as it lies in memory, [row g, row g + 8].
+    static __device__ __forceinline__ void multiply_piece(float (&sum)[4], const uint4 (&w)[2], const Operand& x) {
+        if constexpr (FP8) {
+#pragma unroll
+            for (int part = 0; part < 2; part++) { // 8 of the lane's 16 values of k
+                const uint4& v = x.part[part];
+                uint32_t a0, a1, a2, a3;
+                e4m3_halves(part ? w[0].z : w[0].x, a0, a2);
+                e4m3_halves(part ? w[1].z : w[1].x, a1, a3);
+                mma_half<T>(sum, a0, a1, a2, a3, v.x, v.y);
+                e4m3_halves(part ? w[0].w : w[0].y, a0, a2);
+                e4m3_halves(part ? w[1].w : w[1].y, a1, a3);
+                mma_half<T>(sum, a0, a1, a2, a3, v.z, v.w);
+            }
+        } else {
+            const uint4& v = x.part[0];
+            mma_half<T>(sum, w[0].x, w[1].x, w[0].y, w[1].y, v.x, v.y);
+            mma_half<T>(sum, w[0].z, w[1].z, w[0].w, w[1].w, v.z, v.w);
+        }
+    }
+
+    // DIRECT: x is read from memory, a stage ahead.
+    template <bool DIRECT>
+    __device__ __forceinline__ void load_direct(const LinearProduct& product, int chunk, Operand (&to)[kOwn]) const {
+        if constexpr (DIRECT) {
+            const int m = min(lane / 4, args.rows - 1), pieces = chunk_bytes(product, chunk) / 64;
+            const uint8_t* x = static_cast<const uint8_t*>(product.x) + m * product.x_stride * 2 + lane % 4 * (16 * kParts);
+#pragma unroll
+            for (int j = 0; j < kOwn; j++) {
+                const int i = warp + WARPS * j;
+                if (i >= pieces) continue;
+#pragma unroll
+                for (int part = 0; part < kParts; part++)
+                    to[j].part[part] = load_l2_16(x + (chunk * kPieces + i) * kPieceBytes + 16 * part);
+            }
+        }
+    }
+
+    template <bool DIRECT> __device__ __forceinline__ void multiply(const LinearProduct& product, Ring& ring, Ring& buffer) const {
+        const int g = lane / 4, t = lane % 4, tiles = num_tiles(product), chunks = num_chunks(product);
+        // Column g of a product is row g of x; columns behind the last row are that one again: they are dropped.
+        const uint32_t x_row = base + x_at() + min(g, args.rows - 1) * x_pitch(product) + 16 * kParts * t;
+        const uint32_t own = base + g * kPitch + 64 * warp + 16 * t;
+        Scales scales = {}, next_scales = {};
+        Operand next_x[kOwn] = {};
+        load_direct<DIRECT>(product, 0, next_x);
+        if constexpr (FP8) load_scales(product, static_cast<int>(blockIdx.x), 0, next_scales);
+        for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
+            float sum[4] = {};
+            for (int chunk = 0; chunk < chunks; chunk++) {
+                const int pieces = chunk_bytes(product, chunk) / 64, next_chunk = chunk + 1 == chunks ? 0 : chunk + 1;
+                Operand x[kOwn];
+                if constexpr (FP8) {
+                    scales = next_scales;
+                    const int next_tile = tile + (next_chunk == 0 ? static_cast<int>(gridDim.x) : 0);
+                    if (next_tile < tiles) load_scales(product, next_tile, next_chunk, next_scales);
+                }
+                if constexpr (DIRECT) {
+#pragma unroll
+                    for (int j = 0; j < kOwn; j++) x[j] = next_x[j];
+                    load_direct<DIRECT>(product, next_chunk, next_x);
+                }
+                mbarrier_wait(stage_full(ring.stage), ring.parity);
+                const uint32_t stage = own + ring.stage * kStageBytes;
+#pragma unroll
+                for (int j = 0; j < kOwn; j++) {
+                    const int i = warp + WARPS * j;
+                    if (i >= pieces) continue;
+                    const uint4 w[2] = {load_shared_16(stage + 64 * WARPS * j), load_shared_16(stage + 64 * WARPS * j + 8 * kPitch)};
+#pragma unroll
+                    for (int part = 0; part < kParts; part++) {
+                        if constexpr (DIRECT) x[j].part[part] = as_operand(x[j].part[part]);
+                        else x[j].part[part] = load_shared_16(x_row + (chunk * kPieces + i) * kPieceBytes + 16 * part);
+                    }
                     if constexpr (FP8) {
-                        const int block = (i * kLinearWarps + warp) / 2; // of 128 values of k
+                        float piece[4] = {};
+                        multiply_piece(piece, w, x[j]);
 #pragma unroll
-                        for (int tile = 0; tile < kTiles; tile++) {
-                            float own[4] = {};
-                            const float scale = __ldg(args.scales + (tile * args.n + first) / 128 * static_cast<int64_t>(args.k / 128) + block);
-                            multiply_piece<T, FP8>(own, held[d][tile], v);
-#pragma unroll
-                            for (int j = 0; j < 4; j++) sum[tile][j] += scale * kUnscale * own[j];
-                        }
+                        for (int c = 0; c < 4; c++) sum[c] += scales.of[j][c / 2] * kUnscale * piece[c];
                     } else {
-#pragma unroll
-                        for (int tile = 0; tile < kTiles; tile++) multiply_piece<T, FP8>(sum[tile], held[d][tile], v);
+                        multiply_piece(sum, w, x[j]);
                     }
                 }
-                load(held[d]);
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(stage_empty(ring.stage));
+                ring.next(args.stages);
             }
+            float* to = sums(buffer.stage) + warp * kLinearSums;
+            mbarrier_wait(sums_empty(buffer.stage), buffer.parity ^ 1);
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (2 * t + c % 2 < args.rows) to[g + 8 * (c / 2) + kLinearRows * (2 * t + c % 2)] = sum[c];
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(sums_full(buffer.stage));
+            buffer.next(2);
         }
-        if (args.prefetch != nullptr && thread == 0 && tile0 + step >= tiles) prefetch_part(args);
-
-#pragma unroll
-        for (int tile = 0; tile < kTiles; tile++)
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                partial[buffer][warp][tile][(g + 8 * (j / 2)) + kLinearRows * (2 * t + j % 2)] = sum[tile][j];
-        __syncthreads(); // and whoever writes into this buffer again has passed the next one of these
-        const int row = first + thread % kLinearRows, m = thread / kLinearRows; // threads behind 128 have m >= 8
-        if (m < args.rows && row < args.n) {
-            float value[kTiles];
-#pragma unroll
-            for (int tile = 0; tile < kTiles; tile++) {
-                value[tile] = 0.0f;
-#pragma unroll
-                for (int w = 0; w < kLinearWarps; w++) value[tile] += partial[buffer][w][tile][thread];
-                if (args.bias != nullptr) value[tile] += static_cast<float>(static_cast<const T*>(args.bias)[tile * args.n + row]);
-                value[tile] = rounded<T>(value[tile]);
-            }
-            float result = value[0];
-            if constexpr (GATED) result = rounded<T>(result / (1.0f + __expf(-result))) * value[1];
-            else if (args.residual != nullptr)
-                result += static_cast<float>(static_cast<const T*>(args.residual)[m * args.residual_stride + row]);
-            static_cast<T*>(args.out)[m * args.out_stride + row] = static_cast<T>(result);
-        }
-        buffer ^= 1;
     }
+
+    __device__ __forceinline__ void consume() const {
+        Ring ring, buffer;
+        uint32_t parity = 0;
+        for (int p = 0; p < args.num_products; p++) {
+            const LinearProduct& product = args.products[p];
+            const bool direct = args.rows * x_pitch(product) > args.x_bytes;
+            uint4 norm[kNormAhead] = {};
+            if (product.norm != nullptr)
+#pragma unroll
+                for (int j = 0; j < kNormAhead; j++) {
+                    const int at = 16 * (static_cast<int>(threadIdx.x) + kConsumers * j);
+                    if (at < product.k * 2) norm[j] = load_cached_16(static_cast<const uint8_t*>(product.norm) + at);
+                }
+            if (p == 0) wait_for_dependencies();
+            else mbarrier_wait(x_ready(p), 0);
+            if (static_cast<int>(blockIdx.x) >= num_tiles(product)) continue;
+            if (!direct) bring_x(product, norm, parity);
+            if (direct) multiply<true>(product, ring, buffer);
+            else multiply<false>(product, ring, buffer);
+        }
+    }
+
+    // ---- the epilogue warp
+
+    __device__ __forceinline__ void finish() const {
+        constexpr int kValues = kLinearSums / 32;
+        Ring buffer;
+        wait_for_dependencies();
+        for (int p = 0; p < args.num_products; p++) {
+            const LinearProduct& product = args.products[p];
+            const int tiles = num_tiles(product), width = tile_width(product), values = args.rows * width;
+            const T *bias = static_cast<const T*>(product.bias), *residual = static_cast<const T*>(product.residual);
+            for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
+                float more[kValues] = {}, offset[kValues][2] = {}; // residual and bias, under way while others compute
+                const int first = tile * width;
+#pragma unroll
+                for (int j = 0; j < kValues; j++) {
+                    const int i = lane + 32 * j, m = i / width, row = first + i % width;
+                    if (i >= values || row >= product.n) continue;
+                    if (residual != nullptr) more[j] = load_l2_half(residual + m * product.residual_stride + row);
+                    if (bias != nullptr) {
+                        offset[j][0] = static_cast<float>(bias[row]);
+                        if (product.gated) offset[j][1] = static_cast<float>(bias[product.n + row]);
+                    }
+                }
+                mbarrier_wait(sums_full(buffer.stage), buffer.parity);
+                const float* from = sums(buffer.stage);
+#pragma unroll
+                for (int j = 0; j < kValues; j++) {
+                    const int i = lane + 32 * j, m = i / width, row = first + i % width;
+                    if (i >= values || row >= product.n) continue;
+                    const int at = kLinearRows * m + i % width;
+                    float value = 0.0f, up = 0.0f;
+#pragma unroll
+                    for (int w = 0; w < WARPS; w++) value += from[w * kLinearSums + at];
+                    value = as_rounded<T>(value + offset[j][0]);
+                    if (product.gated) {
+#pragma unroll
+                        for (int w = 0; w < WARPS; w++) up += from[w * kLinearSums + at + 8];
+                        value = as_rounded<T>(value / (1.0f + __expf(-value))) * as_rounded<T>(up + offset[j][1]);
+                    } else {
+                        value += more[j];
+                    }
+                    static_cast<T*>(product.out)[m * product.out_stride + row] = static_cast<T>(value);
+                }
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(sums_empty(buffer.stage));
+                buffer.next(2);
+            }
+            __syncwarp();
+            if (p + 1 < args.num_products && lane == 0) {
+                meet_grid(args.arrived);
+                mbarrier_arrive(x_ready(p + 1));
+            }
+            __syncwarp();
+        }
+    }
+    static __device__ __forceinline__ float load_l2_half(const T* p) {
+        const unsigned short bits = __ldcg(reinterpret_cast<const unsigned short*>(p));
+        return half_of<T>(bits, 0);
+    }
+};
+
+// Threads: 32 * (WARPS + 2). Grid: any number of CTAs that run at once, below kLinearGeneration.
+template <typename T, bool FP8, int WARPS, int ROW_BYTES>
+__device__ __forceinline__ void linear_few(const LinearArgs& args, uint8_t* shared) {
+    launch_dependents();
+    LinearCta<T, FP8, WARPS, ROW_BYTES> cta(args, shared);
+    cta.init();
+    if (cta.warp < WARPS) cta.consume();
+    else if (cta.warp == WARPS) cta.produce();
+    else cta.finish();
 }
 
 } // namespace tailpack

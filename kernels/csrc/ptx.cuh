@@ -69,6 +69,19 @@ __device__ __forceinline__ float4 load_l2_f4(const float* p) { return __ldcg(rei
 __device__ __forceinline__ uint4 load_l2_16(const void* p) { return __ldcg(static_cast<const uint4*>(p)); }
 __device__ __forceinline__ float2 load_l2_f2(const float* p) { return __ldcg(reinterpret_cast<const float2*>(p)); }
 
+// A counter that CTAs of a grid meet at: what a thread wrote before it adds is seen by those who have loaded the sum.
+__device__ __forceinline__ uint32_t add_release(uint32_t* p, uint32_t value) {
+    uint32_t before;
+    asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(value) : "memory");
+    return before;
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+__device__ __forceinline__ void pause_poll() {} // where the emulator lets others run
+
 // ---- mbarriers and the pages that arrive at them
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {

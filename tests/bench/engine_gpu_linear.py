@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from kernels.linear_cuda import FewLinear, LinearWeight, dequantized, linear_few, quantized
+from kernels.linear_cuda import LinearChain, LinearWeight, Link, LinkCall, dequantized, linear_few, quantized
 from kernels.sample_cuda import SampleKernel, SampleState
-from kernels.step_cells import LinearTiling
+from kernels.step_cells import LINEAR_TILING, LinearTiling
 from tests.bench.kernel_timing import capture
 
 CALLS = 8  # of one graph, each with weights of its own, more than the second-level cache holds
 REPEATS = 15
+EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -48,29 +49,92 @@ def make(shape: Shape, device: torch.device, *, fp8: bool, row_type: torch.dtype
     return LinearWeight(codes, scales, gated=shape.gated)
 
 
-def check(shape: Shape, device: torch.device, *, fp8: bool, rows: Sequence[int] = (1, 3, 8)) -> dict[str, Any]:
-    """Relative errors of rows against float64-like products in float32 of the weights as they are."""
+def single(linear: LinearWeight, norm: torch.Tensor | None = None, tiling: LinearTiling = LINEAR_TILING) -> LinearChain:
+    device = linear.weight.device
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
+    return LinearChain([Link(linear, norm, EPS)], torch.bfloat16, arrived, tiling=tiling)
+
+
+def check(
+    shape: Shape,
+    device: torch.device,
+    *,
+    fp8: bool,
+    rows: Sequence[int] = tuple(range(1, 9)),
+    tiling: LinearTiling = LINEAR_TILING,
+) -> dict[str, Any]:
+    """Relative errors of rows against products in float32 of the weights as they are; and whether a row alone has the
+    bits that it has among others."""
     linear = make(shape, device, fp8=fp8)
-    few = FewLinear(linear, torch.bfloat16)
-    worst = 0.0
+    norm = None if shape.residual else torch.empty(shape.k, dtype=torch.bfloat16, device=device).normal_(1.0, 0.1)
+    chain = single(linear, norm, tiling)
+    errors: dict[int, float] = {}
+    all_x = torch.randn(max(rows), shape.k, device=device).to(torch.bfloat16)
+    all_residual = torch.randn(max(rows), linear.width, device=device).to(torch.bfloat16)
+    outs: dict[int, torch.Tensor] = {}
     for count in rows:
-        x = torch.randn(count, shape.k, device=device).to(torch.bfloat16)
-        residual = torch.randn(count, linear.width, device=device).to(torch.bfloat16) if shape.residual else None
+        x, residual = all_x[:count], all_residual[:count] if shape.residual else None
         out = torch.full((count, linear.width), float("nan"), dtype=torch.bfloat16, device=device)
-        few(x, out, residual)
-        want = _exact(x, linear, residual)
+        chain(LinkCall(x, out, residual))
+        want = _exact(x, linear, residual, norm)
         error = ((out.float() - want).norm(dim=-1) / want.norm(dim=-1)).max().item()
-        worst = max(worst, error if error == error else float("inf"))
-    return {"ok": worst < (1e-2 if shape.gated else 6e-3), "error": worst}
+        errors[count] = error if error == error else float("inf")
+        outs[count] = out
+    alike = all(torch.equal(outs[a], outs[b][:a]) for a in outs for b in outs if a < b)
+    good = max(errors.values()) < (1e-2 if shape.gated else 6e-3)
+    return {"ok": good and alike, "errors": errors, "rows_alone_alike": alike, "ctas": chain.ctas, "plans": chain.plans}
 
 
-def _exact(x: torch.Tensor, linear: LinearWeight, residual: torch.Tensor | None) -> torch.Tensor:
+def check_chain(config: Any, device: torch.device, *, fp8: bool, turns: int = 40) -> dict[str, Any]:
+    """A layer's four products in one launch, against the same four one by one: bits; again and again, for races."""
+    by_name = {shape.name: shape for shape in shapes(config)}
+    links = []
+    for name in ("o", "gate_up", "down", "qkv"):
+        shape = by_name[name]
+        norm = torch.empty(shape.k, dtype=torch.bfloat16, device=device).normal_(1.0, 0.1)
+        links.append(Link(make(shape, device, fp8=fp8), None if shape.residual else norm, EPS))
+    chain = LinearChain(links, torch.bfloat16, torch.zeros(1, dtype=torch.int32, device=device))
+    parts = [single(link.linear, link.norm) for link in links]
+    wrong: dict[str, int] = {}
+    for turn in range(turns):
+        rows = 1 + turn % 8
+        start = {
+            "attended": torch.randn(rows, links[0].linear.weight.shape[1], device=device).to(torch.bfloat16),
+            "x": torch.randn(rows, config.hidden, device=device).to(torch.bfloat16),
+            "gated": torch.full((rows, config.intermediate), float("nan"), device=device).to(torch.bfloat16),
+            "qkv": torch.full((rows, links[3].linear.width), float("nan"), device=device).to(torch.bfloat16),
+        }
+        found = []
+        for apart in (True, False):
+            held = {name: each.clone() for name, each in start.items()}
+            calls = [
+                LinkCall(held["attended"], held["x"], held["x"]),
+                LinkCall(held["x"], held["gated"]),
+                LinkCall(held["gated"], held["x"], held["x"]),
+                LinkCall(held["x"], held["qkv"]),
+            ]
+            if apart:
+                for part, call in zip(parts, calls, strict=True):
+                    part(call)
+            else:
+                chain(*calls)
+            found.append(held)
+        for name in start:
+            if not torch.equal(found[0][name], found[1][name]):
+                wrong[f"{name} rows {rows}"] = wrong.get(f"{name} rows {rows}", 0) + 1
+    return {"ok": not wrong, "wrong": wrong, "turns": turns}
+
+
+def _exact(
+    x: torch.Tensor, linear: LinearWeight, residual: torch.Tensor | None, norm: torch.Tensor | None
+) -> torch.Tensor:
     wide = dequantized(linear.weight, linear.scales, torch.float32).float()
     plain = LinearWeight(wide, gated=linear.gated)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        return linear_few(x.float(), plain, None if residual is None else residual.float())
+        more = None if residual is None else residual.float()
+        return linear_few(x.float(), plain, more, None if norm is None else norm.float(), EPS)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
@@ -80,13 +144,13 @@ def check_codes(device: torch.device) -> dict[str, Any]:
     codes = torch.arange(256, dtype=torch.uint8)
     codes[codes & 0x7F == 0x7F] = 0
     weight = codes.view(torch.float8_e4m3fn).repeat(128, 1).to(device)
-    few = FewLinear(LinearWeight(weight, torch.full((1, 2), 2.0, device=device)), torch.bfloat16)
+    chain = single(LinearWeight(weight, torch.full((1, 2), 2.0, device=device)))
     wrong = []
     for first in range(0, 256, 8):
         x = torch.zeros(8, 256, dtype=torch.bfloat16, device=device)
         x[torch.arange(8), first + torch.arange(8)] = 1.0
         out = torch.empty(8, 128, dtype=torch.bfloat16, device=device)
-        few(x, out)
+        chain(LinkCall(x, out))
         bad = (out != 2 * weight[:, first : first + 8].to(torch.bfloat16).t()).any(1).nonzero().view(-1)
         wrong += [first + i for i in bad.tolist()]
     return {"ok": not wrong, "codes_wrong": wrong[:20], "num_wrong": len(wrong)}
@@ -112,12 +176,8 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
     return {"us": statistics.median(times), "best_us": min(times)}
 
 
-TILINGS = (LinearTiling(6, 2), LinearTiling(8, 2), LinearTiling(3, 4))
-GATED_TILINGS = (LinearTiling(4, 2), LinearTiling(3, 2), LinearTiling(1, 4))
-
-
 def measure(
-    shape: Shape, device: torch.device, rows: int, kind: str, tiling: LinearTiling | None = None
+    shape: Shape, device: torch.device, rows: int, kind: str, tiling: LinearTiling = LINEAR_TILING
 ) -> dict[str, Any]:
     """kind: "ours", "ours fp8", "cublas" (the product alone), "scaled_mm" (FP8 blocks by torch)."""
     calls: list[Callable[[], object]] = []
@@ -129,9 +189,9 @@ def measure(
         out = torch.empty(rows, linear.width, dtype=torch.bfloat16, device=device)
         num_bytes += linear.num_bytes
         if kind.startswith("ours"):
-            few = FewLinear(linear, torch.bfloat16, rows, tiling)
-            few.load()
-            calls.append(partial(few, x, out, out if shape.residual else None))
+            chain = single(linear, tiling=tiling)
+            chain.load()
+            calls.append(partial(chain, LinkCall(x, out, out if shape.residual else None)))
         elif kind == "cublas":
             out = torch.empty(rows, shape.n, dtype=torch.bfloat16, device=device)
             calls.append(partial(torch.mm, x, linear.weight.t(), out=out))

@@ -36,12 +36,15 @@ class EmulatedStep(FakeGpuKernels):
             defines = [f"-D{name}={value}" for name, value in cell.defines]
             BUILT[cell] = Emulator.build(cell.source.replace(".cu", ".cpp"), self.folder, defines)
         self._load(cell, index)
-        return _Launch(self, cell, kernel, arguments)
+        return _Launch(self, cell, kernel, arguments, options.get("shared_bytes", 0))
 
 
 class _Launch:
-    def __init__(self, kernels: EmulatedStep, cell: Cell, kernel: str, arguments: ctypes.Structure) -> None:
+    def __init__(
+        self, kernels: EmulatedStep, cell: Cell, kernel: str, arguments: ctypes.Structure, shared_bytes: int
+    ) -> None:
         self._kernels, self._cell, self._kernel, self._arguments = kernels, cell, kernel, arguments
+        self._shared_bytes = shared_bytes
         self._grid = (1, 1)
 
     def set_ctas(self, x: int, y: int = 1) -> None:
@@ -52,7 +55,7 @@ class _Launch:
         library, (x, y) = BUILT[self._cell], self._grid
         arguments = type(self._arguments).from_buffer_copy(self._arguments)
         if self._cell.source == "linear_few.cu":
-            library.call("linear", x, arguments)
+            library.call("linear", x, self._shared_bytes, arguments)
         elif self._cell.source == "sample.cu":
             library.call("sample", x, arguments)
         else:

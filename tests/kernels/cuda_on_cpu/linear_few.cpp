@@ -3,6 +3,7 @@
 
 #include "linear_few.cu"
 
-extern "C" void linear(int64_t ctas, LinearArgs args) {
-    cta::launch(static_cast<unsigned>(ctas), kLinearThreads, 0, [=] { TAILPACK_KERNEL_LINEAR(args); });
+extern "C" void linear(int64_t ctas, int64_t shared_bytes, LinearArgs args) {
+    cta::launch(static_cast<unsigned>(ctas), 32 * (TAILPACK_WARPS + 2), static_cast<size_t>(shared_bytes),
+                [=] { TAILPACK_KERNEL_LINEAR(args); });
 }

@@ -74,6 +74,16 @@ inline float4 load_l2_f4(const float* p, Where where = Where::here()) { return l
 inline uint4 load_l2_16(const void* p, Where where = Where::here()) { return load_global<uint4>(p, "load_l2_16", where); }
 inline float2 load_l2_f2(const float* p, Where where = Where::here()) { return load_global<float2>(p, "load_l2_f2", where); }
 
+inline uint32_t add_release(uint32_t* p, uint32_t value) {
+    cta::maybe_let_others_run();
+    const uint32_t before = *p;
+    *p = before + value;
+    cta::idle_polls = 0;
+    return before;
+}
+inline uint32_t load_acquire(const uint32_t* p) { return *p; }
+inline void pause_poll(Where where = Where::here()) { cta::poll("pause_poll", where); }
+
 // ---- mbarriers and the pages that arrive at them
 
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals, Where where = Where::here()) {
