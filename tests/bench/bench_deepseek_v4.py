@@ -578,7 +578,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["eager", "graphs"], help="of the cases; both otherwise")
     parser.add_argument("--layers", type=int, default=0, help="of the slice; 0: as many as fit")
     parser.add_argument("--batches", default="1,8,64")
-    parser.add_argument("--tokens", default="4096,131072", help="of each sequence")
+    parser.add_argument("--tokens", default="", help="of each sequence; 4096,131072 on a GPU")
     parser.add_argument("--seconds", type=float, default=230.0, help="what would begin later is left out, by name")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--bytes-only", action="store_true", help="KV bytes a token alone, without a GPU")
@@ -618,7 +618,7 @@ def run(report: Report, asked: argparse.Namespace) -> None:
     on_gpu = asked.device == "cuda"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     batches = [int(each) for each in asked.batches.split(",")]
-    lengths = [int(each) for each in asked.tokens.split(",")] if on_gpu else [512, 1024]
+    lengths = [int(each) for each in (asked.tokens or ("4096,131072" if on_gpu else "512,1024")).split(",")]
     whole = DeepseekV4Config.parse(FLASH if on_gpu else {**FLASH, **TINY})
     longest = max(lengths) + 128  # captured steps go on
     most = max(batches) * longest

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.bench import bench_deepseek_v4 as bench
+from tests.bench import deepseek_v4_graphs
 from tests.kernels.emulator import needs_compiler
 from worker.models.deepseek_v4_config import DeepseekV4Config
 
@@ -38,16 +39,16 @@ def test_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.slow
 def test_captured_steps_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["bench", "--device", "cpu", "--only", "graphs", "--batches", "3", "--layers", "4"]
+    for name, few in (("COMPARED", 2), ("LOOPED", 1)):
+        monkeypatch.setattr(deepseek_v4_graphs, name, few)
+    asked = ["bench", "--device", "cpu", "--only", "graphs", "--batches", "3", "--tokens", "512", "--layers", "4"]
     monkeypatch.setattr(sys, "argv", asked)
     with pytest.raises(SystemExit) as status:
         bench.main()
     assert status.value.code == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines() if "graphs-" in line]
-    assert [line["case"] for line in found] == [
-        f"graphs{what}-b3-{n}" for what in ("-equal", "") for n in ("512", "1k")
-    ]
-    assert all(line["passed"] and not line["tokens_parted"] for line in found[:2])
+    equal, timed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if "graphs-" in line]
+    assert (equal["case"], timed["case"]) == ("graphs-equal-b3-512", "graphs-b3-512")
+    assert equal["passed"] and not equal["tokens_parted"] and timed["fine"]
 
 
 def test_bytes_of_flash() -> None:
