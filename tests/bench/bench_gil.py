@@ -183,9 +183,10 @@ def _rival(value: float | None) -> dict[str, Any]:
     return {"rival": "Python's default switch interval, 5 ms", "rival_value": round(value, 1)}
 
 
-def describe(command: str) -> dict[str, Any]:
-    """The keys that say where and when."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+def describe(command: str, commit: str | None = None) -> dict[str, Any]:
+    """The keys that say where and when. ``commit`` None: git is asked."""
+    if commit is None:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     return {
         "error": None,
         "kind": "measured",

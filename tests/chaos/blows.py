@@ -7,7 +7,17 @@ import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+
+class RoundFailed(AssertionError):
+    """The message names the seed. ``logs``: the folder in which they are kept."""
+
+    def __init__(self, message: str, logs: Path) -> None:
+        super().__init__(message)
+        self.logs = logs
+
 
 Victims = Sequence[tuple[tuple[str, ...], int]]
 """Who is hit together, and how often."""

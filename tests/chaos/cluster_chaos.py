@@ -17,12 +17,13 @@ import psutil
 from kvstore import client as kvstore
 from protos.errors import TailpackError
 from router.client import AsyncTailpack
-from tests.chaos.blows import Blow, Report, Victims, plan
+from tests.chaos.blows import Blow, Report, RoundFailed, Victims, plan
 from tests.chaos.client_streams import HANG_S, PATIENT, ClientStreams, undisturbed_by_client
 from tests.chaos.node import has_ended
 from tests.chaos.streams import asks
 from tests.e2e.cluster import (
     ClusterProcess,
+    left_in_shared_memory,
     running,
     shared_memory_files,
     wait_gone,
@@ -52,7 +53,7 @@ async def run(seed: int, num_blows: int, folder: Path) -> Report:
         folder: for the model and the cluster's files.
 
     Raises:
-        AssertionError: a stream was not what it must be, or something is left. The message names the seed.
+        RoundFailed: a stream was not what it must be, or something is left.
     """
     report, began, before = Report("cluster", seed), time.monotonic(), shared_memory_files()
     model = folder / "tiny"
@@ -90,14 +91,14 @@ async def run(seed: int, num_blows: int, folder: Path) -> Report:
             processes = cluster.descendants()
             assert await asyncio.to_thread(cluster.stop) == 0, "`up` ended badly"
             assert wait_gone(processes) == []
-            assert shared_memory_files() <= before
+            assert left_in_shared_memory(before) == set()
             assert not cluster.folder.exists()
         except Exception as failure:
             kept = Path(tempfile.mkdtemp(prefix="tpc-"))
             for log in [*(cluster.folder / "logs").glob("*.log"), cluster.log_file]:
                 shutil.copy(log, kept)
             told = f"seed {seed}, whole cluster, logs in {kept}: {type(failure).__name__}: {failure}"
-            raise AssertionError(f"{told}\n{cluster.log[-3000:]}") from failure
+            raise RoundFailed(f"{told}\n{cluster.log[-3000:]}", kept) from failure
     report.seconds = round(time.monotonic() - began, 3)
     return report
 

@@ -29,6 +29,7 @@ HANG_S = 120.0
 """A bound on what would otherwise hang; nothing is measured by it."""
 AGAIN_S = 0.02
 """Between a process's end and its next start."""
+LAST_BYTES = 1 << 16  # of a log that is told of
 KILLED = -signal.SIGKILL
 NOT_OURS = "ended by nobody here"
 
@@ -91,10 +92,11 @@ class Node:
         self.store = Server(
             "kvstore", ["kvstore", "serve", "--socket-dir", str(self.socket_dir), "--log-json"], self.folder
         )
+        self._ports: list[socket.socket] = []
         self.workers: list[Server] = []
         self.addresses: list[str] = []
         for index in range(self.setting.num_workers):
-            address = free_address()
+            address = self._port()
             arguments = ["worker", "serve", "--model", str(self.setting.model), "--kv-socket", str(self.kv_socket)]
             arguments += [
                 "--listen",
@@ -111,7 +113,7 @@ class Node:
         self.routers: list[Server] = []
         self.doors: list[str] = []
         for index in range(self.setting.num_routers):
-            door = free_address()
+            door = self._port()
             arguments = ["router", "serve", "--listen", door, "--http", "none", "--model-dir", str(self.setting.model)]
             arguments += ["--drain-s", "0.2", "--log-json", "--otlp-endpoint", "none"]
             for address in self.addresses:
@@ -121,6 +123,16 @@ class Node:
         self.servers = [self.store, *self.workers, *self.routers]
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _port(self) -> str:
+        """An address of its own for a server, over all its lives: a socket that never listens keeps it from becoming
+        the caller's end of somebody's connection while the server is away.
+        """
+        kept = socket.socket()
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        self._ports.append(kept)
+        return f"127.0.0.1:{kept.getsockname()[1]}"
 
     async def __aenter__(self) -> Node:
         self._start(self.store)
@@ -145,6 +157,8 @@ class Node:
             if server.process is not None:
                 await _until(server.process.ended, f"{server.name} does not end")
                 server.process.reap()
+        for port in self._ports:
+            port.close()
         if error is None and not self.faults:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -293,13 +307,14 @@ def num_memory_files(server: Server) -> int:
 def records(log: Path) -> list[dict[str, Any]]:
     """Of a log; lines that are none are left out."""
     found = []
-    for line in log.read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            found.append(record)
+    with log.open(errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                found.append(record)
     return found
 
 
@@ -310,13 +325,12 @@ def has_ended(logs: Iterable[Path], request_id: str) -> bool:
 
 
 def last_lines(log: Path, count: int = 12) -> str:
-    text = log.read_text(errors="replace") if log.exists() else ""
+    if not log.exists():
+        return f"{log}: not there"
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        text = file.read().decode(errors="replace")
     return f"{log}:\n" + "\n".join(line[:1500] for line in text.splitlines()[-count:])
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 async def _ended(process: Forked) -> None:

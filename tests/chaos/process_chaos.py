@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from router.client import AsyncTailpack
-from tests.chaos.blows import Blow, Report, Victims, plan
+from tests.chaos.blows import Blow, Report, RoundFailed, Victims, plan
 from tests.chaos.client_streams import PATIENT, ClientStreams, undisturbed_by_client
 from tests.chaos.node import Node, Server, has_ended
 from tests.chaos.settings import KINDS
@@ -56,8 +56,8 @@ async def run(
         num_routers: 0: callers speak with the workers themselves; else they use our client, and routers are hit, too.
 
     Raises:
-        AssertionError: a stream was not what it must be, something is left, or a process ended by itself. The message
-            names the seed; the node's folder with its logs is kept.
+        RoundFailed: a stream was not what it must be, something is left, or a process ended by itself. The node's
+            folder is kept.
     """
     made_of = KINDS[kind]
     report, began = Report(kind, seed), time.monotonic()
@@ -100,7 +100,7 @@ async def run(
             assert not node.faults, node.faults
     except Exception as failure:
         told = f"seed {seed}, setting {kind}, logs in {node.folder}: {type(failure).__name__}: {failure}"
-        raise AssertionError(told) from failure
+        raise RoundFailed(told, node.folder) from failure
     ended = [stream for load in loads for stream in load.ended]
     for load in loads:
         report.counts.update(load.counts)

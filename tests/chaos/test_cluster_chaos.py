@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.cluster_chaos import run
-from tests.chaos.run import CLUSTER, Round
+from tests.chaos.run import CLUSTER, Round, play
 
 NUM_BLOWS = 20
 
@@ -18,6 +17,6 @@ NUM_BLOWS = 20
 async def test_every_stream_of_a_cluster_is_what_it_would_have_been(tmp_path: Path) -> None:
     wanted = Round(CLUSTER, random.randrange(1 << 32), NUM_BLOWS)
     print(f"again: python -m tests.chaos.run --only {wanted}")
-    report = await run(wanted.seed, wanted.blows, tmp_path)
+    report = await play(None, wanted, tmp_path)
     print(report)
     assert report.blows >= NUM_BLOWS

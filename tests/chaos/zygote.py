@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -27,6 +28,8 @@ from worker.child import _LIBC, _PR_SET_PDEATHSIG
 ROOT = Path(__file__).parents[2]
 MAX_MESSAGE_BYTES = 1 << 16
 START_TIMEOUT_S = 60.0
+MAX_FILE_BYTES = 1 << 29
+"""Of each file that a server writes: a log that grows without end would else fill the disk, or whoever reads it."""
 # The router's first: it sets what grpc reads when it is imported.
 PRELOADED = (
     "router.cli",
@@ -149,6 +152,7 @@ def _become(channel: socket.socket, asked: dict[str, Any]) -> None:
     code = 70
     try:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
         channel.close()
         for path, number in ((asked["out"], 1), (asked["log"], 2)):
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

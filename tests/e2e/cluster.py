@@ -117,3 +117,22 @@ def wait_gone(processes: Sequence[psutil.Process], timeout_s: float = 10.0) -> l
 def shared_memory_files() -> set[str]:
     # Python's own semaphores (a build with several processes beside this test makes some) are not the cluster's.
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+
+
+def left_in_shared_memory(before: set[str], timeout_s: float = 2.0) -> set[str]:
+    """New files there that nobody has mapped: another cluster, which runs beside this one, has its own mapped."""
+    deadline = time.monotonic() + timeout_s
+    while left := shared_memory_files() - before:
+        maps = "".join(_text(path) for path in Path("/proc").glob("[0-9]*/maps"))
+        left = {name for name in left if f"/dev/shm/{name}" not in maps}
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+    return set()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended, or is somebody else's
+        return ""

@@ -23,6 +23,7 @@ from tests.e2e.cluster import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     ClusterProcess,
+    left_in_shared_memory,
     run_cli,
     running,
     shared_memory_files,
@@ -102,7 +103,7 @@ class Ended:
 
     def check(self) -> None:
         assert wait_gone(self._processes) == []
-        assert shared_memory_files() <= self._before
+        assert left_in_shared_memory(self._before) == set()
         with pytest.raises(OSError), socket.create_connection(_host_port(self.cluster.router), timeout=1):
             pass
 
@@ -219,7 +220,7 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing(tiny: Path, tmp_path: Path) -> 
         demo.send_signal(signal.SIGINT)
         assert demo.wait(STOP_TIMEOUT_S) == 130, output.read_text(encoding="utf-8")
         assert wait_gone(children) == []
-        assert shared_memory_files() <= before
+        assert left_in_shared_memory(before) == set()
     finally:
         demo.kill()
         demo.wait()
@@ -236,4 +237,4 @@ def test_the_demo_runs_and_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     out = run.stdout.decode()
     assert run.returncode == 0, (out, run.stderr)
     assert "What is a fox?" in out and "tokens/s" in out and "pages" in out
-    assert shared_memory_files() <= before
+    assert left_in_shared_memory(before) == set()
