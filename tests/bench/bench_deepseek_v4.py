@@ -680,6 +680,7 @@ def say_graphs(report: Report, bench: Bench, points: Sequence[tuple[int, int]], 
 
             def show(count: int = count, length: int = length, kind: str = kind, layer: int = layer) -> None:
                 steps = captured_steps(bench, [length - 70] * count)
+                steps.capture()
                 steps.enter()
                 steps.run(1)
                 kernels = deepseek_v4_graphs.profile(steps, layer, 28)

@@ -34,7 +34,8 @@ NORM_MOST = 0.05  # of the difference of rows and logits, by norm: bf16 through 
 
 @dataclass
 class Steps:
-    """Captured steps of sequences of ``lengths`` tokens each, the newest to be computed, in pages of a cache."""
+    """Captured steps of sequences of ``lengths`` tokens each, the newest to be computed, in pages of a cache. Seconds of
+    the capture."""
 
     network: DeepseekV4
     kv: KvView
@@ -42,15 +43,17 @@ class Steps:
     lengths: list[int]
     tokens: list[int]
     max_tokens: int
+    capture_s: float = 0.0
 
     @cached_property
     def graphs(self) -> DecodeGraphs:
         count = len(self.lengths)
-        graphs = DecodeGraphs(
+        return DecodeGraphs(
             self.network, self.kv, None, max_sequences=count, max_sequence_tokens=self.max_tokens, buckets=()
         )
-        self.capture_s = graphs.capture()
-        return graphs
+
+    def capture(self) -> None:
+        self.capture_s = self.graphs.capture()
 
     def enter(self) -> None:
         for row, (length, token) in enumerate(zip(self.lengths, self.tokens, strict=True)):
@@ -110,6 +113,7 @@ def compare(steps: Steps, eager: Callable[[list[int], list[int]], torch.Tensor])
         tokens = logits.argmax(-1).tolist()
         want.append(tokens)
     rows = {key: view.float().clone() for key, view in written(steps)}
+    steps.capture()
     steps.enter()
     got = steps.run(1)
     assert first is not None
@@ -175,6 +179,7 @@ def times(steps: Steps, kinds: dict[str, int]) -> dict[str, Any]:
     """
     on_gpu = steps.network.device.type == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else 0
+    steps.capture()
     graphs = steps.graphs
     used = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
     count = len(steps.lengths)

@@ -93,8 +93,9 @@ def _complete(
     if weights.overlap:
         before = pending[:, :ratio, :, :dim]
         if done.some_first:  # before block 0 comes nothing: values 0 of weight 0
-            nothing = before.new_tensor([0.0, -torch.inf]).view(1, 1, 2, 1)
-            before = torch.where((done.blocks == 0).view(-1, 1, 1, 1), nothing, before)
+            first = (done.blocks == 0).view(-1, 1, 1)
+            values, scores = before.unbind(2)
+            before = torch.stack((values.masked_fill(first, 0), scores.masked_fill(first, -torch.inf)), dim=2)
         shares = torch.cat((before, shares), dim=1)
     rows = compressed_rows(pooled(shares), done.blocks, weights, inverse_frequencies, dtype, eps)
     reads.keep_blocks(layer, kind, done, rows)
