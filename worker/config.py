@@ -52,8 +52,8 @@ class WorkerConfig:
         prefill_chunk: prompt tokens that one step may compute. In deterministic mode it counts in whole spans of 128
             tokens, at least one, and does not change any result.
         deterministic: results of a sequence do not depend on its batch mates (DESIGN.md 3.5).
-        decode_graphs: steps that decode only run from CUDA graphs, sampling included, with kernels of their own that no
-            recorded run vouches for yet. Llama family on a GPU, not in deterministic mode; elsewhere it is refused.
+        decode_graphs: decode rows run from CUDA graphs, sampling included. On a GPU, not with drafts; elsewhere it is
+            refused. In deterministic mode they all run from one graph, of max_running rows; llama family only.
         drafts: tokens that the model's MTP block guesses for each step to check, of greedy sequences; 0: none. It
             changes no token.
         device: "cpu:0"; or a GPU, "cuda:0" or "cuda:GPU-<uuid>". By its index it is what CUDA_VISIBLE_DEVICES makes of
@@ -112,12 +112,12 @@ class WorkerConfig:
                 allowed="checkpoints 1 or more",
                 hint="leave checkpoints out, or send requests with prefix_reuse none",
             )
-        if self.decode_graphs and (self.deterministic or not self.on_gpu):
+        if self.decode_graphs and (not self.on_gpu or self.drafts):
             raise ConfigError(
                 "decode_graphs would not engage",
                 reason="DECODE_GRAPHS_NOT_ENGAGED",
-                given=f"device {self.device}, deterministic {self.deterministic}",
-                allowed="a GPU, without deterministic mode",
+                given=f"device {self.device}, drafts {self.drafts}",
+                allowed="a GPU, without drafts",
                 hint="leave decode_graphs out",
             )
         for name in ("name", "worker_id"):

@@ -34,6 +34,7 @@ from protos.errors import (
 from protos.page_hash import PAGE_TOKENS
 from worker.adoption import plan_adoption
 from worker.config import WorkerConfig
+from worker.decode_rows import CHECKED_ROWS
 from worker.ended import Ended
 from worker.gpu_kernels import naming_kernels
 from worker.gpu_pages import GpuPages
@@ -143,13 +144,19 @@ class Engine:
     # --- any thread ---
 
     def warm_up(self) -> None:
-        """Generates one token, before ``start``: kernels are loaded, memory is touched, and the path is proved whole.
+        """Generates a token, before ``start``: kernels are loaded, memory is touched, and the path is proved whole.
 
-        No output of it reaches ``emit``; it is in no count of steps, sequences or tokens.
+        With captured steps a second token comes from one; in deterministic mode they are checked first, over a prompt
+        with a row for each that a step may have. No output of it reaches ``emit``; it is in no count of steps,
+        sequences or tokens.
 
         Raises:
-            InternalError: WARM_UP_FAILED, no token came. TailpackError: what would have stopped the engine.
+            InternalError: WARM_UP_FAILED, no token came. TailpackError: what would have stopped the engine;
+            PreconditionFailed, NOT_DETERMINISTIC (``ModelRunner.check_rows``).
         """
+        captured = self._config.decode_graphs
+        to_check = captured and self._config.deterministic
+        num_rows = min(CHECKED_ROWS, self._config.max_running, self._model.info.max_sequence_tokens - 2)
         said: list[StepResult] = []
         emit, self._emit = self._emit, said.append
         spans, self._spans = self._spans, NoSpans()
@@ -159,14 +166,17 @@ class Engine:
                     Request(
                         request_id=WARM_UP,
                         tenant=WARM_UP,  # so that nobody's prompt goes on from what it leaves
-                        prompt=(0,),
+                        prompt=(0,) * num_rows if to_check else (0,),
                         sampling=Sampling(),
-                        stop=StopConditions(max_tokens=1, ignore_eos=True),
+                        stop=StopConditions(max_tokens=2 if captured else 1, ignore_eos=True),
                         reuse=types_pb2.PREFIX_REUSE_NONE,
                     )
                 )
                 while self._has_work():
                     self.step()
+                    if to_check and self._running and self._running[0].num_emitted:
+                        self._runner.check_rows(self._running[0])
+                        to_check = False
         finally:
             self._emit, self._spans = emit, spans
             self._counters = Load()
@@ -511,12 +521,18 @@ class Engine:
 
     def _sample(self, work: list[Work], step: Step) -> list[list[Drawn]]:
         """What each work says: nothing before its newest token, one token behind it, one more a guess that holds."""
-        draws = [_draw(w.sequence) for w in work if w.wants_logits for _ in range(1 + w.num_drafts)]
-        fresh = iter(sample(step.logits, draws) if step.drawn is None else step.drawn)
+        on_device = step.drawn
+        wanted = [w for w in work if w.wants_logits and w.sequence not in on_device]
+        fresh = iter(sample(step.logits, [_draw(w.sequence) for w in wanted for _ in range(1 + w.num_drafts)]))
         said: list[list[Drawn]] = []
         for w in work:
-            drawn = [next(fresh) for _ in range(1 + w.num_drafts)] if w.wants_logits else []
-            said.append(accepted(w.sequence.drafts[: w.num_drafts], drawn) if drawn else [])
+            if not w.wants_logits:
+                said.append([])
+            elif w.sequence in on_device:
+                said.append([on_device[w.sequence]])
+            else:
+                drawn = [next(fresh) for _ in range(1 + w.num_drafts)]
+                said.append(accepted(w.sequence.drafts[: w.num_drafts], drawn))
         return said
 
     def _commit(self, work: list[Work], said: list[list[Drawn]], kept: Kept) -> list[tuple[Sequence, list[Drawn]]]:

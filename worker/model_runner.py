@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import structlog
 import torch
 
 from protos.errors import ConfigError, PreconditionFailed
-from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch, rows_alone
-from worker.decode_graphs import DecodeGraphs
+from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
+from worker.decode_graphs import BUCKETS, DecodeGraphs
 from worker.decode_rows import DecodeRows
 from worker.families import Network
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView, Workspace
 from worker.models.attention import Attend, attend
 from worker.models.deepseek_v4 import DeepseekV4
+from worker.models.deepseek_v4_geometry import COMPRESSED
 from worker.models.deepseek_v4_kv_rows import KvRows
 from worker.models.gpu_attention import GpuAttention
 from worker.models.layers import Tiles
 from worker.models.llama import Llama
-from worker.sampler import Drawn
+from worker.sampler import Drawn, logprobs
 from worker.scheduler import Work
+from worker.sequence import Sequence as Seq
 
 log = structlog.get_logger("engine")
 
@@ -34,18 +36,20 @@ class Step:
     """What a step computed.
 
     Attributes:
-        logits: [S, vocab_size] float32 of the work that wants them, in order, in host memory; none where ``drawn``.
+        logits: [S, vocab_size] float32 of the work that wants them and is not in ``drawn``, in order, in host memory.
         workspace: KV rows of prefill spans, of groups with a tail.
         workspace_rows: of each work, where its rows begin in the workspace; -1: they are in the tail.
-        batch: its rows. streams: what an MTP block reads of each of them; None of models that can have none.
+        batch: its rows, without those of captured steps. streams: what an MTP block reads of each of them; None of
+            models that can have none.
+        drawn: what captured steps drew, of the work that wants it.
     """
 
     logits: torch.Tensor
     workspace: Workspace
     workspace_rows: tuple[int, ...]
-    batch: Batch
+    batch: Batch | None
     streams: torch.Tensor | None = None
-    drawn: tuple[Drawn, ...] | None = None  # of that work, drawn on the device by a captured step
+    drawn: Mapping[Seq, Drawn] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -54,7 +58,8 @@ class ModelRunner:
     Args:
         pages: of ``kv``, where it lies on a GPU: then the kernels compute there, and are loaded here.
         max_sequences, max_sequence_tokens: the largest step; a GPU's workspaces are made for it.
-        decode_graphs: steps of decode rows alone run from CUDA graphs, captured here (seconds).
+        decode_graphs: decode rows run from CUDA graphs, captured here (seconds). In deterministic mode all that are
+            behind their prompt do, from one graph, so that their shape never changes; see ``check_rows``.
 
     Raises (constructor):
         ConfigError: DECODE_GRAPHS_NOT_ENGAGED, they are asked for where there are none.
@@ -74,12 +79,12 @@ class ModelRunner:
         decode_graphs: bool = False,
     ) -> None:
         self._decode: DecodeRows | None = None
-        if decode_graphs and (deterministic or pages is None or not isinstance(network, Llama)):
+        if decode_graphs and (pages is None or not _capturable(network, kv, deterministic)):
             raise ConfigError(
                 "decode_graphs would not engage",
                 reason="DECODE_GRAPHS_NOT_ENGAGED",
                 given=f"{type(network).__name__} on {network.device}, deterministic {deterministic}",
-                allowed="the llama family on a GPU, without deterministic mode",
+                allowed="on a GPU llama; or deepseek_v4 with compressed rows dense, without deterministic mode",
                 hint="leave decode_graphs out",
             )
         self._network = network
@@ -89,6 +94,7 @@ class ModelRunner:
             check_tiles(network)
         self._attend: Attend = attend
         self._on_gpu = pages is not None
+        on_gpu: GpuAttention | None = None
         if pages is not None:
             with _current(network.device):
                 if isinstance(network, Llama):
@@ -99,17 +105,18 @@ class ModelRunner:
                         max_sequence_tokens=max_sequence_tokens,
                     )
                     on_gpu.load()
-                    if decode_graphs:
-                        graphs = DecodeGraphs(
-                            network,
-                            kv,
-                            on_gpu,
-                            max_sequences=max_sequences,
-                            max_sequence_tokens=max_sequence_tokens,
-                            few_rows=0,  # cuBLAS was faster: 5.07 against 5.73 ms a step of Llama-3-8B alone on an H200
-                        )
-                        graphs.capture(_tell_progress)
-                        self._decode = DecodeRows(graphs)
+                if decode_graphs:
+                    graphs = DecodeGraphs(
+                        network,
+                        kv,
+                        on_gpu,
+                        max_sequences=max_sequences,
+                        max_sequence_tokens=max_sequence_tokens,
+                        buckets=() if deterministic else BUCKETS,
+                        few_rows=0,  # cuBLAS was faster: 5.07 against 5.73 ms a step of Llama-3-8B alone on an H200
+                    )
+                    graphs.capture(_tell_progress)
+                    self._decode = DecodeRows(graphs)
                 pages.load()
 
     @property
@@ -117,19 +124,90 @@ class ModelRunner:
         return self._kv
 
     def run(self, work: Sequence[Work]) -> Step:
-        """Computes all work: decode rows are in their tails or pages afterwards, prefill rows in pages or workspace."""
-        if self._decode is not None and self._decode.takes(work):
-            with _current(self._network.device):
-                tokens = self._decode.run(work)
-            drawn = tuple(Drawn(token, None) for token in tokens)
-            alone = rows_alone(tokens, [w.sequence.num_computed for w in work])
-            return Step(torch.empty(0), Workspace(), alone.workspace_of_work, alone, drawn=drawn)
+        """Computes all work: decode rows are in their tails or pages afterwards, prefill rows in pages or workspace.
+
+        Captured decode rows go first, the rest behind them on the same stream.
+        """
+        captured = [w for w in work if self._captures(w)]
+        rest = [w for w in work if not self._captures(w)] if captured else work
+        with _current(self._network.device):
+            number = self._launch(captured) if captured else 0
+            step = self._compute(rest) if rest else Step(torch.empty(0), Workspace(), (), None)
+            return self._join(work, captured, number, step) if captured else step
+
+    def launches(self, work: Sequence[Work]) -> bool:
+        """Whether ``launch`` does all of the work: decode rows alone, whose tokens are drawn on the device."""
+        return all(
+            self._captures(w) and w.start >= w.sequence.num_prompt and w.sequence.request.sampling.logprobs is None
+            for w in work
+        )
+
+    def launch(self, work: Sequence[Work]) -> int:
+        """Begins a step of such work; ``drawn`` has it. Of each sequence it computes what the step before draws, if
+        that is not known yet.
+        """
+        with _current(self._network.device):
+            return self._launch(work)
+
+    def drawn(self, work: Sequence[Work], number: int) -> Step:
+        """What ``launch`` began. Waits for that step, and not for those behind it."""
+        return self._join(work, work, number, Step(torch.empty(0), Workspace(), (), None))
+
+    def spreads(self, num_sequences: int) -> bool:
+        """Whether so few sequences would have a smaller graph if ``launch`` knew all tokens."""
+        assert self._decode is not None
+        return self._decode.spreads(num_sequences)
+
+    def check_rows(self, sequence: Seq) -> None:
+        """Proves on this machine what deterministic mode with captured steps rests on, as ``check_tiles`` does: the
+        bits of a step's row do not depend on its place or its mates. Before any step is launched.
+
+        Args:
+            sequence: of at most 128 tokens, some of them computed, which are overwritten.
+
+        Raises:
+            PreconditionFailed: NOT_DETERMINISTIC.
+        """
+        if self._decode is None or not self._deterministic:
+            return
+        with _current(self._network.device):
+            row = self._decode.moved_row(sequence)
+        if row is not None:
+            raise _not_deterministic(f"row {row} of a captured decode step changes with its place or its mates")
+
+    def _captures(self, w: Work) -> bool:
+        """Whether the work is a row of a captured step. In deterministic mode that follows from the position alone."""
+        if self._decode is None or w.count > 1 or w.num_drafts:
+            return False
+        return w.start >= w.sequence.num_prompt or not self._deterministic
+
+    def _launch(self, work: Sequence[Work]) -> int:
+        assert self._decode is not None
+        return self._decode.launch(work)
+
+    def _join(self, work: Sequence[Work], captured: Sequence[Work], number: int, rest: Step) -> Step:
+        """One step out of a captured one and the ``rest``."""
+        assert self._decode is not None
+        tokens = self._decode.tokens(number, captured)
+        drawn = {w.sequence: self._drawn(w, token) for w, token in zip(captured, tokens, strict=True) if w.wants_logits}
+        rows = iter(rest.workspace_rows)
+        taken = {w.sequence for w in captured}
+        places = tuple(-1 if w.sequence in taken else next(rows) for w in work)
+        return replace(rest, workspace_rows=places, drawn=drawn)
+
+    def _drawn(self, w: Work, token: int) -> Drawn:
+        assert self._decode is not None
+        num_top = w.sequence.request.sampling.logprobs
+        return Drawn(token, None if num_top is None else logprobs(self._decode.logits(w), token, num_top))
+
+    def _compute(self, work: Sequence[Work]) -> Step:
+        """Without captured steps."""
         spans = [
             SpanWork(
                 token_ids=w.token_ids,
-                start=w.sequence.num_computed,
+                start=w.start,
                 pages=w.sequence.pages,
-                is_prompt=w.sequence.num_computed < w.sequence.num_prompt,
+                is_prompt=w.start < w.sequence.num_prompt,
                 wants_logits=w.wants_logits,
                 bases=w.sequence.bases,
                 tail_slots=w.sequence.tail_slots,
@@ -138,12 +216,11 @@ class ModelRunner:
             for w in work
         ]
         batch = build_batch(spans, self._kv.geometry, deterministic=self._deterministic)
-        with _current(self._network.device):
-            if self._on_gpu:
-                batch = batch.to(self._network.device)
-            workspace = Workspace(batch)
-            logits, streams = self._forward(batch, workspace)
-            return Step(logits.to("cpu"), workspace, batch.workspace_of_work, batch, streams)
+        if self._on_gpu:
+            batch = batch.to(self._network.device)
+        workspace = Workspace(batch)
+        logits, streams = self._forward(batch, workspace)
+        return Step(logits.to("cpu"), workspace, batch.workspace_of_work, batch, streams)
 
     def _forward(self, batch: Batch, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor | None]:
         network = self._network
@@ -151,6 +228,15 @@ class ModelRunner:
             streams = network.streams(batch, KvRows(self._kv, workspace, batch))
             return network.logits(streams, batch), streams
         return network.forward(batch, self._kv, workspace, self._attend), None
+
+
+def _capturable(network: Network, kv: KvView, deterministic: bool) -> bool:
+    """Whether a decode step can be captured: DeepSeek-V4's reads compressed rows in dense pages only, and is not proved
+    to be deterministic.
+    """
+    if isinstance(network, Llama):
+        return True
+    return not deterministic and not any(g.name == COMPRESSED and g.packed for g in kv.geometry.groups)
 
 
 def _tell_progress(number: int, of: int) -> None:

@@ -202,9 +202,9 @@ class CaseRun:
         """Computes the next ``count`` tokens, keeps and seals their rows; logits [count, vocab_size] of all of them."""
         sequence = self._sequence
         assert sequence is not None
-        work = [Work(sequence, count)]
-        new_pages = self._held.reserve(work)
         start = sequence.num_computed
+        work = [Work(sequence, start, count)]
+        new_pages = self._held.reserve(work)
         span = SpanWork(
             token_ids=sequence.token_ids[start : start + count],
             start=start,

@@ -64,8 +64,8 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         token_id = greedy_ids[row]
         if not sampling.greedy or sampling.repetition_penalty != 1.0:
             token_id = _draw_row(logits[row], draw)
-        logprobs = None if sampling.logprobs is None else _logprobs(logits[row], token_id, sampling.logprobs)
-        drawn.append(Drawn(token_id, logprobs))
+        told = None if sampling.logprobs is None else logprobs(logits[row], token_id, sampling.logprobs)
+        drawn.append(Drawn(token_id, told))
     return drawn
 
 
@@ -129,12 +129,13 @@ def _most_likely(probabilities: torch.Tensor, count: int) -> tuple[torch.Tensor,
     return ordered[:count], ids[order[:count]]
 
 
-def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> types_pb2.PositionLogprobs:
+def logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> types_pb2.PositionLogprobs:
     """Of the model's own distribution: before penalty, temperature and filters."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    values, ids = _most_likely(logprobs, min(num_top, len(logprobs))) if num_top else (logprobs[:0], logprobs[:0])
+    all_of_them = torch.log_softmax(logits, dim=-1)
+    none = all_of_them[:0]
+    values, ids = _most_likely(all_of_them, min(num_top, len(all_of_them))) if num_top else (none, none)
     return types_pb2.PositionLogprobs(
-        chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=float(logprobs[token_id])),
+        chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=float(all_of_them[token_id])),
         top=[
             types_pb2.TokenLogprob(token_id=int(i), logprob=p)
             for p, i in zip(values.tolist(), ids.tolist(), strict=True)

@@ -15,16 +15,19 @@ from worker.sequence import Sequence
 
 @dataclass(frozen=True)
 class Work:
-    """Compute the next ``count`` tokens of ``sequence``, at least one; the last ``num_drafts`` of them are guesses."""
+    """Compute ``count`` tokens of ``sequence``, at least one, from ``start`` on; the last ``num_drafts`` of them are
+    guesses. ``start`` is what the sequence has computed when the step begins.
+    """
 
     sequence: Sequence
+    start: int
     count: int
     num_drafts: int = 0
 
     @property
     def end(self) -> int:
         """Tokens of the sequence whose rows are written afterwards."""
-        return self.sequence.num_computed + self.count
+        return self.start + self.count
 
     @property
     def certain_end(self) -> int:
@@ -35,7 +38,7 @@ class Work:
     def token_ids(self) -> list[int]:
         """What is computed, guesses included."""
         sequence = self.sequence
-        return sequence.token_ids[sequence.num_computed : self.end] + sequence.drafts[: self.num_drafts]
+        return sequence.token_ids[self.start : self.end] + sequence.drafts[: self.num_drafts]
 
     @property
     def wants_logits(self) -> bool:
@@ -63,7 +66,7 @@ def schedule(
         replaying = deterministic and sequence.num_computed >= sequence.num_prompt
         if replaying or sequence.num_uncomputed == 1:
             num_drafts = len(sequence.drafts) if sequence.num_uncomputed == 1 else 0
-            work.append(Work(sequence, 1 + num_drafts, num_drafts))
+            work.append(Work(sequence, sequence.num_computed, 1 + num_drafts, num_drafts))
             continue
         start = sequence.num_computed
         remaining = (sequence.num_prompt if deterministic else len(sequence.token_ids)) - start
@@ -78,7 +81,7 @@ def schedule(
             if count == 0 and not prefilled:
                 count = min(remaining, to_grid)
         if count > 0:
-            work.append(Work(sequence, count))
+            work.append(Work(sequence, start, count))
             left = max(0, left - count)
             prefilled = True
     return work

@@ -220,13 +220,13 @@ class SequenceKv:
         for w, workspace_row in zip(work, step.workspace_rows, strict=True):
             for group in self._tailed:
                 slot, base = w.sequence.tail_slots[group.name], w.sequence.bases[group.name]
-                rows = SpanRows(group.name, slot, w.sequence.num_computed, w.count, workspace_row)
+                rows = SpanRows(group.name, slot, w.start, w.count, workspace_row)
                 pages = new_pages.get(w.sequence.slot, {}).get(group.name)
                 if pages and group.packed:
                     jobs.append(SealJob(rows, pages))
                     packed[w.sequence.slot] = w.end
                 if workspace_row >= 0:
-                    laps = self._geometry.laps(group, base, w.sequence.num_computed, w.end)
+                    laps = self._geometry.laps(group, base, w.start, w.end)
                     (late.setdefault(w.sequence.slot, []) if laps else soon).append(
                         (rows, base_after(self._geometry, group, base, w.end, 1))
                     )

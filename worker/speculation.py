@@ -72,12 +72,12 @@ class Drafter:
             said: what follows each work's newest token, as ``accepted`` has it; nothing where it is not reached.
         """
         batch = step.batch
-        assert step.streams is not None
+        assert step.streams is not None and batch is not None
         next_token_ids = torch.zeros_like(batch.token_ids)
         last_rows: list[int] = []
         leading: list[tuple[Seq, int]] = []
         for w, new, row in zip(work, said, batch.first_row_of_work, strict=True):
-            start, known = w.sequence.num_computed, w.sequence.token_ids
+            start, known = w.start, w.sequence.token_ids
             follows = [*known[start + 1 : w.certain_end + 1], *(drawn.token_id for drawn in new)][: w.count]
             next_token_ids[row : row + len(follows)] = torch.tensor(follows)
             if new and _wants_drafts(w.sequence):

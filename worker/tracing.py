@@ -52,7 +52,7 @@ class TracedStep:
         self._counters = counters
         self._began_ns = time.monotonic_ns()
         self._append_ns, self._packed = counters.append_ns, counters.pages_packed
-        prefill = sum(w.count for w in work if w.sequence.num_computed < w.sequence.num_prompt)
+        prefill = sum(w.count for w in work if w.start < w.sequence.num_prompt)
         self._forward = "prefill" if prefill else "decode"
         span.set(num_sequences=len(work), num_tokens=sum(w.count for w in work), num_prefill_tokens=prefill)
 

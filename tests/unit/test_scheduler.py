@@ -71,8 +71,8 @@ def test_emitted_tokens_run_again_as_they_did_at_first() -> None:
 
 
 def test_logits_are_wanted_at_the_newest_token_only() -> None:
-    assert Work(sequence(10, 0, 5), 15).wants_logits
-    assert not Work(sequence(10, 0, 5), 10).wants_logits
+    assert Work(sequence(10, 0, 5), 0, 15).wants_logits
+    assert not Work(sequence(10, 0, 5), 0, 10).wants_logits
 
 
 @given(
