@@ -208,8 +208,8 @@ class Memory:
         return Memory((fd,), num_bytes)
 
     @staticmethod
-    def held(fd: int, num_bytes: int) -> Memory:
-        """Host memory that another process made, and this one was handed.
+    def held(fd: int, num_bytes: int, *, read_only: bool = False) -> Memory:
+        """Host memory that another process made, and this one was handed. ``read_only``: nobody can write to it.
 
         Raises:
             PreconditionFailed: BAD_MEMORY, it is no memfd of this size whose size is sealed: whoever else holds it
@@ -219,14 +219,24 @@ class Memory:
             seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
         except OSError:
             seals, size = 0, 0
-        if seals & _SIZE_SEALS != _SIZE_SEALS or size != num_bytes:
+        wanted = _SIZE_SEALS | (fcntl.F_SEAL_WRITE if read_only else 0)
+        if seals & wanted != wanted or size != num_bytes:
             raise PreconditionFailed(
                 "a descriptor is not the memory that it should be",
                 reason="BAD_MEMORY",
                 given=f"{size} bytes, seals {seals:#x}",
-                allowed=f"a memfd of {num_bytes} bytes, seals {_SIZE_SEALS:#x}",
+                allowed=f"a memfd of {num_bytes} bytes, seals {wanted:#x}",
             )
         return Memory((fd,), num_bytes)
+
+    def seal(self) -> None:
+        """Nobody can write to it from here on. Raises OSError (EBUSY): a writable mapping of it is left."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | _SIZE_SEALS)
+
+    def map_read_only(self) -> mmap.mmap:
+        """A mapping of host memory that faults when it is written to; it holds a descriptor of its own."""
+        # Private, for older kernels take a shared mapping of sealed memory for one that might be written to later.
+        return mmap.mmap(self.fd, self.num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
 
     def map(self, *, populate: bool = False) -> mmap.mmap:
         """A shared, writable mapping of host memory; it holds a descriptor of its own.

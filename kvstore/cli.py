@@ -14,6 +14,7 @@ from rich.table import Table
 from kvstore import client
 from kvstore.attachments import DEFAULT_HEARTBEAT_TIMEOUT_S, DEFAULT_ORPHAN_TIMEOUT_S
 from kvstore.server import SOCKET_NAME, serve
+from kvstore.weights import DEFAULT_GRACE_S
 from protos import kvstore_pb2, logs, rpc
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.health import health_option
@@ -56,6 +57,14 @@ def kvstore_group() -> None:
     metavar="SECONDS",
     help="Sequences of a worker that died wait so long for the next one.",
 )
+@advanced_option(
+    "--weights-grace",
+    type=click.FloatRange(min=0.0),
+    default=DEFAULT_GRACE_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="A model's weights that no worker uses are kept so long for the next one.",
+)
 @server_tls_options
 @advanced_option("--log-json/--log-text", default=None, help="Form of the log; default: text at a terminal, else JSON.")
 def serve_command(
@@ -65,6 +74,7 @@ def serve_command(
     health: str,
     heartbeat_timeout: float,
     orphan_timeout: float,
+    weights_grace: float,
     tls_cert: Path | None,
     tls_key: Path | None,
     tls_client_ca: Path | None,
@@ -90,6 +100,7 @@ def serve_command(
             health=health,
             heartbeat_timeout_s=heartbeat_timeout,
             orphan_timeout_s=orphan_timeout,
+            weights_grace_s=weights_grace,
         )
     )
 
@@ -122,8 +133,12 @@ def socket_of(store: str) -> Path:
 def _print_tables(response: kvstore_pb2.KvStatsResponse) -> None:
     console = Console()
     console.print(f"kvstore {response.store_incarnation}, up {response.uptime_ns / 1e9:.0f} s")
+    for weights in response.weights:
+        console.print(
+            f"weights of {weights.model}: {weights.num_bytes >> 20:,} MiB in {weights.memory}, used by {weights.users}"
+        )
     if not response.devices:
-        console.print("no worker has attached yet: no memory is taken")
+        console.print("no worker has attached yet: no memory is taken for KV")
     for device in response.devices:
         console.print(
             f"\n{device.device}: {device.memory} memory, {device.worker_id or 'nobody'} attached, "

@@ -43,7 +43,7 @@ class KvStoreMetrics(LazyCollector):
             asked.cancel()
             log.warning("the store's event loop does not answer", waited_s=LOOP_TIMEOUT_S)
             return []
-        return [*_groups(stats.devices), *_devices(stats.devices, problems)]
+        return [*_groups(stats.devices), *_devices(stats.devices, problems), *_weights(stats.weights)]
 
 
 def _groups(devices: Iterable[kvstore_pb2.DeviceStats]) -> Iterable[Metric]:
@@ -136,3 +136,13 @@ def _devices(devices: Iterable[kvstore_pb2.DeviceStats], problems: dict[str, int
         *(attached, sequences, most, control, checkpoints, evicted),
         *(lookups, reused, truncates, forks, orphans, outlived, integrity),
     )
+
+
+def _weights(held: Iterable[kvstore_pb2.WeightsStats]) -> Iterable[Metric]:
+    labels = ["model", "place"]
+    num_bytes = GaugeMetricFamily("tailpack_kvstore_weights_bytes", "Models' weights held for workers.", labels=labels)
+    users = GaugeMetricFamily("tailpack_kvstore_weights_users", "Workers that map them.", labels=labels)
+    for weights in held:
+        num_bytes.add_metric([weights.model, weights.memory], weights.num_bytes)
+        users.add_metric([weights.model, weights.memory], weights.users)
+    return num_bytes, users

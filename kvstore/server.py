@@ -18,6 +18,7 @@ from kvstore.attachments import DEFAULT_HEARTBEAT_TIMEOUT_S, DEFAULT_ORPHAN_TIME
 from kvstore.fd_server import FdServer
 from kvstore.metrics import KvStoreMetrics
 from kvstore.service import KvStoreService
+from kvstore.weights import DEFAULT_GRACE_S, WeightsStore
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos.errors import ConfigError, InternalError
 from protos.health import serving_health
@@ -44,6 +45,7 @@ async def serve(
     health: str = OFF,
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
     orphan_timeout_s: float = DEFAULT_ORPHAN_TIMEOUT_S,
+    weights_grace_s: float = DEFAULT_GRACE_S,
 ) -> None:
     """Serves until SIGTERM or SIGINT; then tells the workers, stops, and removes its sockets.
 
@@ -54,6 +56,7 @@ async def serve(
         metrics: host:port of the page for Prometheus, or OFF.
         health: host:port of the page that says whether it is alive and ready (protos/health.py), or OFF.
         heartbeat_timeout_s, orphan_timeout_s: see ``Attachments``.
+        weights_grace_s: see ``WeightsStore``.
         metrics_tls: of that page; None: plain text. The sockets need none: the folder is its user's alone.
 
     Raises:
@@ -71,7 +74,8 @@ async def serve(
             heartbeat_timeout_s=heartbeat_timeout_s,
             orphan_timeout_s=orphan_timeout_s,
         )
-        service = KvStoreService(attachments, incarnation=incarnation)
+        weights = WeightsStore(fd_server, grace_s=weights_grace_s)
+        service = KvStoreService(attachments, weights, incarnation=incarnation)
         server = RpcServer("kvstore")
         name = kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].full_name
         server.add(kvstore_pb2_grpc.add_KvStoreServicer_to_server, service, name)
@@ -95,19 +99,22 @@ async def serve(
                 failed = asyncio.create_task(attachments.failed.wait())
                 checks = asyncio.create_task(service.check_when_idle())
                 watching = asyncio.create_task(attachments.watch())
-                endings: set[asyncio.Future[Any]] = {stop, failed, watching}
+                watching_weights = asyncio.create_task(weights.watch())
+                endings: set[asyncio.Future[Any]] = {stop, failed, watching, watching_weights}
                 await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
                 why = f"the store got {stop.result()}" if stop.done() else "the store broke an invariant"
                 log.info("stopping", why=why)
                 attachments.revoke_all(why)
+                weights.stop()
                 await server.stop(STOP_GRACE_S)
-                tasks = (failed, checks, watching)
+                tasks = (failed, checks, watching, watching_weights)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
             finally:
                 await fd_server.stop()
                 attachments.close()
+                weights.close()
         if attachments.failed.is_set():
             raise InternalError("the store broke an invariant and stopped; its log says which")
 

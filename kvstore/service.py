@@ -19,6 +19,7 @@ from kvstore import messages
 from kvstore.attachments import Attachments
 from kvstore.device import Device, NewSequence
 from kvstore.events import Event, EventKind
+from kvstore.weights import WeightsStore
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos.errors import NotFound
 from protos.version import release
@@ -36,11 +37,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     """Args:
     attachments: who holds which device.
+    weights: who uses which model's weights.
     incarnation: a random name of this process's life.
     """
 
-    def __init__(self, attachments: Attachments, *, incarnation: str) -> None:
+    def __init__(self, attachments: Attachments, weights: WeightsStore, *, incarnation: str) -> None:
         self._held = attachments
+        self._weights = weights
         self._incarnation = incarnation
         self._started_ns = time.monotonic_ns()
         self._last_call_ns = self._started_ns
@@ -50,6 +53,13 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         self, requests: AsyncIterator[kvstore_pb2.AttachRequest], context: Context
     ) -> AsyncIterator[kvstore_pb2.AttachResponse]:
         async with aclosing(self._held.serve(requests)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def Weights(
+        self, requests: AsyncIterator[kvstore_pb2.WeightsRequest], context: Context
+    ) -> AsyncIterator[kvstore_pb2.WeightsResponse]:
+        async with aclosing(self._weights.serve(requests)) as answers:
             async for answer in answers:
                 yield answer
 
@@ -202,6 +212,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             uptime_ns=time.monotonic_ns() - self._started_ns,
             devices=devices,
             version=release(),
+            weights=self._weights.stats(),
         )
 
 

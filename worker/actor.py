@@ -1,6 +1,8 @@
 """The Ray actor around a worker. Ray places it, watches it and restarts it; no token travels through Ray.
 
 The constructor starts everything and always takes the same port, so a restart needs nobody's help: routers reconnect.
+Two actors of one worker are a worker and its warm standby, which takes over where the first one dies; Ray restarts that
+as the next standby.
 """
 
 from __future__ import annotations
@@ -12,23 +14,28 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import structlog
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from protos import logs, rpc, tracing
-from protos.errors import TailpackError
+from protos.errors import ConfigError, TailpackError
 from protos.metrics import OFF
 from protos.tls import ServerTls
-from worker import shell
 from worker.child import STARTING
 from worker.config import WorkerConfig
-from worker.gpu import Gpu, visible_gpus
+from worker.laps import Laps, process_age_ms
+from worker.turn import Turn
+
+if TYPE_CHECKING:  # both bring torch, which takes seconds: not before somebody waits for it
+    from worker.gpu import Gpu
+    from worker.shell import Running
 
 log = structlog.get_logger("worker")
 
+PORTS_S = 5.0
 LAST_WORDS_S = 5.0
 """How long a worker that could not start stays to tell ``ready`` why, before Ray restarts it."""
 
@@ -119,11 +126,35 @@ class WorkerActor:
     async def _serve(self) -> None:
         stop = asyncio.Event()
         self._stop = (asyncio.get_running_loop(), stop)
-        log.info(STARTING, worker=self._config["worker_id"], pid=os.getpid())
+        config = WorkerConfig.from_dict(self._config)
+        turn, prepared, stood_by_s = Turn(Turn.path(config.kv_socket, config.worker_id)), None, 0.0
+        if not turn.take():  # another process is this worker, or is just ending
+            came, since = turn.wait(), time.monotonic()
+            log.info("worker standing by", worker=config.worker_id, pid=os.getpid())
+            from worker import shell
+
+            preparing = asyncio.create_task(asyncio.to_thread(shell.stand_by, config))
+            if not await _either(came, stop):
+                return
+            stood_by_s = time.monotonic() - since
+        log.info(
+            STARTING,
+            worker=config.worker_id,
+            pid=os.getpid(),
+            process_ms=process_age_ms(),
+            stood_by_s=round(stood_by_s, 3),
+        )
+        laps = Laps()
+        from worker import shell
+
+        laps.lap("imports")
+        if stood_by_s:
+            prepared = await preparing
+            await _until_free(self._listen, self._metrics)
         traces = tracing.configure("worker", self._otlp_endpoint)
         try:
             await shell.serve(
-                WorkerConfig.from_dict(self._config),
+                config,
                 self._listen,
                 stop,
                 on_ready=self._on_ready,
@@ -131,12 +162,14 @@ class WorkerActor:
                 metrics=self._metrics,
                 tls=self._tls,
                 tracing=traces,
+                laps=laps,
+                prepared=prepared,
             )
         finally:
             if traces is not None:
                 traces.stop()
 
-    def _on_ready(self, running: shell.Running) -> None:
+    def _on_ready(self, running: Running) -> None:
         info = running.info
         longest = info.model.max_sequence_tokens
         self._ready.set_result(
@@ -144,12 +177,36 @@ class WorkerActor:
         )
 
 
-def actor_options(config: WorkerConfig) -> dict[str, Any]:
-    """What Ray is told about a worker."""
+async def _either(came: asyncio.Event, stop: asyncio.Event) -> bool:
+    """Waits for one of them; whether it is not ``stop``."""
+    waits = [asyncio.create_task(event.wait()) for event in (came, stop)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waits:
+            each.cancel()
+    return not stop.is_set()
+
+
+async def _until_free(*addresses: str) -> None:
+    """A process that ends gives its lock back before the last of its ports; who is in the way longer is named later."""
+    deadline = time.monotonic() + PORTS_S
+    for address in addresses:
+        while address != OFF and time.monotonic() < deadline:
+            try:
+                rpc.check_free(address)
+            except ConfigError:
+                await asyncio.sleep(0.01)
+            else:
+                break
+
+
+def actor_options(config: WorkerConfig, *, standby: bool = False) -> dict[str, Any]:
+    """What Ray is told about a worker. Of a pair one has the GPU in Ray's books, whichever is the worker."""
     return {
-        "name": config.worker_id,
+        "name": f"{config.worker_id}-standby" if standby else config.worker_id,
         "num_cpus": 0,  # Ray's idea of cores must not decide how many workers fit
-        "num_gpus": 1 if config.on_gpu else 0,
+        "num_gpus": 1 if config.on_gpu and not standby else 0,
         "max_restarts": -1,  # for ever
         "max_task_retries": 0,
     }
@@ -165,18 +222,21 @@ def create(
     otlp_endpoint: str | None = None,
     tls: ServerTls | None = None,
     pinned_to: str | None = None,
+    standby: bool = False,
 ) -> Any:
     """Starts a worker as a named actor of the current Ray namespace. Returns its handle at once; then ask ``ready``.
 
     Args:
         pinned_to: id of the Ray node that it runs on and nowhere else; it then outlives this driver, and one that runs
             already is returned. None: it ends with this driver.
+        standby: a second one of the same worker. Whichever of the two has its turn (worker/turn.py) is the worker; the
+            other has imported all it needs, has mapped the weights where they are in host memory, and takes over.
     """
-    options = actor_options(config)
+    options = actor_options(config, standby=standby)
     if pinned_to is not None:
         options |= {
             # With the node's id: what died with an earlier node of this name must not be taken for it.
-            "name": f"{config.worker_id}@{pinned_to[:12]}",
+            "name": f"{options['name']}@{pinned_to[:12]}",
             "lifetime": "detached",
             "get_if_exists": True,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(pinned_to, soft=False),
@@ -189,6 +249,8 @@ def create(
 
 
 def _gpus() -> tuple[Gpu, ...]:
+    from worker.gpu import visible_gpus
+
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from who asked for none; the container's are ours
     return visible_gpus()
 

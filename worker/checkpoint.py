@@ -255,6 +255,29 @@ class Tensors:
         return tensor
 
 
+class Shapes:
+    """As ``Tensors``, of tensors on torch's device "meta": nothing is read."""
+
+    def __init__(self, expected: Mapping[str, Expected], dtype: torch.dtype) -> None:
+        self._left = {name: wanted for name, wanted in expected.items() if not wanted.is_scale}
+        self._dtype = dtype
+
+    @overload
+    def pop(self, name: str, /) -> torch.Tensor: ...
+
+    @overload
+    def pop(self, name: str, default: None, /) -> torch.Tensor | None: ...
+
+    def pop(self, name: str, default: None = None, /) -> torch.Tensor | None:
+        wanted = self._left.pop(name, None)
+        if wanted is None:
+            return None
+        dtype = getattr(torch, wanted.held) if wanted.held else self._dtype
+        *rows, width = wanted.shape or (1,)
+        shape = (*rows, width * wanted.packed) if wanted.shape else ()
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
     """Turns what reading ``file`` raises into a ModelError (UNREADABLE_WEIGHTS) that names it."""

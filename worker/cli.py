@@ -81,6 +81,20 @@ def deepseek_v4_options(command: Any) -> Any:
     return command
 
 
+standby_option = advanced_option(
+    "--standby/--no-standby",
+    default=False,
+    show_default=True,
+    help="A second, warm process a worker, which takes over when it dies.",
+)
+weights_arena_option = advanced_option(
+    "--weights-arena/--no-weights-arena",
+    default=True,
+    show_default=True,
+    help="The kvstore holds the weights: a worker that is restarted maps them, those of one host share them.",
+)
+
+
 @click.command(cls=HelpAllCommand)
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="How many workers.")
 @click.option(
@@ -149,6 +163,15 @@ def deepseek_v4_options(command: Any) -> Any:
     help="Demand tokens, as `router serve` does.",
 )
 @server_tls_options
+@standby_option
+@weights_arena_option
+@advanced_option(
+    "--recover-wait",
+    "recover_wait_s",
+    type=seconds,
+    metavar="SECONDS",
+    help="How long streams stay open for their lost worker to come back.  [default: the router's]",
+)
 @advanced_option("--no-restart", is_flag=True, help="End when kvstore or router die, instead of restarting them.")
 @advanced_option(
     "--ready-file", type=click.Path(path_type=Path, dir_okay=False), help="Write addresses and pids here when ready."
@@ -267,6 +290,7 @@ def one_worker_options(command: Any) -> Any:
         advanced_option(
             "--kv-reattach-s", default=60, show_default=True, help="How long to wait for another kvstore if it dies."
         ),
+        weights_arena_option,
         advanced_option(
             "--adopt-grace-s",
             default=60,
@@ -379,6 +403,7 @@ def _print_ready(running: Any) -> None:
     help="How many.  [default: 1 on the CPU; on GPUs one each, and another number is an error]",
 )
 @click.option("--ray-address", default="auto", show_default=True, help="Of the Ray cluster that this node is in.")
+@standby_option
 @advanced_option("--node-name", help="Workers are called NAME-0, NAME-1, ...  [default: the host's]")
 @advanced_option(
     "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="/metrics of the first worker, or none."

@@ -1,7 +1,8 @@
 """A cluster on this machine: kvstore, Ray, workers and router, and their orderly end.
 
 Started in this order; stopped as router (running answers may end), workers, Ray, kvstore. A worker that dies is started
-again by Ray; kvstore and router by ``check``, at the addresses that they had.
+again by Ray, or its warm standby takes over; kvstore and router are started again by ``check``, at the addresses that
+they had.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +36,7 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray's own; the least it takes. Nothing of ours 
 START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0  # weights of gigabytes from a cold disk
 ANSWER_TIMEOUT_S = 2.0
+STOOD_BY_S = 0.5  # who waited for longer was there before the death
 MAX_FAILED_STARTS = 5  # in a row, of a worker that Ray restarts; then the cluster gives up
 MAX_DEATHS = 5  # of the kvstore or the router, each within ...
 DEATHS_S = 60.0  # ... so long; then the cluster gives up
@@ -173,6 +176,7 @@ class Cluster:
             arguments = ["router", "serve", "--listen", config.listen, "--model-dir", str(config.model)]
             arguments += ["--drain-s", str(config.drain_s), "--otlp-endpoint", config.otlp_endpoint or "none"]
             arguments += ["--log-prompts"] if config.log_prompts else []
+            arguments += ["--recover-wait", str(config.recover_wait_s)] if config.recover_wait_s is not None else []
             arguments += ["--http", config.http] if config.http is not None else []
             arguments += ["--metrics", _metrics_address(config.metrics, 1 + config.workers)]
             arguments += ["--local-socket", str(self.router_socket)]
@@ -225,18 +229,19 @@ class Cluster:
         from worker import actor
 
         log_files = [self.logs / f"worker-{index}.log" for index in range(self.config.workers)]
-        for index, log_file in enumerate(log_files):
-            worker_config = self.config.worker(index, self.kv_socket, arena_bytes)
-            self._actors.append(
-                actor.create(
-                    worker_config,
-                    _free_address(),
-                    drain_s=self.config.drain_s,
-                    log_file=log_file,
-                    metrics=_metrics_address(self.config.metrics, 1 + index),
-                    otlp_endpoint=self.config.otlp_endpoint,
-                )
+        makers = [
+            partial(
+                actor.create,
+                self.config.worker(index, self.kv_socket, arena_bytes),
+                _free_address(),
+                drain_s=self.config.drain_s,
+                log_file=log_file,
+                metrics=_metrics_address(self.config.metrics, 1 + index),
+                otlp_endpoint=self.config.otlp_endpoint,
             )
+            for index, log_file in enumerate(log_files)
+        ]
+        self._actors = [make() for make in makers]
         deadline = time.monotonic() + LOAD_TIMEOUT_S
         answers = [handle.ready.remote() for handle in self._actors]
         waiting = list(answers)
@@ -252,6 +257,8 @@ class Cluster:
             _Worker(_started(answer, log_file), log_file) for answer, log_file in zip(answers, log_files, strict=True)
         ]
         self._metrics += [worker.metrics for worker in self._workers]
+        if self.config.standby:  # now: beside the workers' own start they would only hold it up
+            self._actors += [make(standby=True) for make in makers]
 
     def _wait_router_ready(self) -> None:
         """Until the router has a worker: the first request must not be refused.
@@ -399,19 +406,23 @@ class _Worker:
         restarted = info.incarnation != self._incarnation
         if restarted:
             self._num_restarts += 1
-            self._say(console, f"was restarted by Ray (restart {self._num_restarts}); {self._why()}")
-            self.pid = self._newest_pid() or self.pid
+            life = self._newest_life()
+            how = "'s standby took over" if life.get("stood_by_s", 0.0) > STOOD_BY_S else " was restarted by Ray"
+            console.print(
+                f"{self.worker_id}{how} (restart {self._num_restarts}); {self._why()}", markup=False, soft_wrap=True
+            )
+            self.pid = life.get("pid", self.pid)
             self._log_seen, self._num_starts = self._log_file.stat().st_size, 0
         self._incarnation, self._answers = info.incarnation, True
         return restarted
 
-    def _newest_pid(self) -> int | None:
-        """Of the life that its log tells of last."""
+    def _newest_life(self) -> dict[str, Any]:
+        """The first line of the life that its log tells of last."""
         for line in reversed(self._log().splitlines()):
             if f'"{STARTING}"' in line:
-                pid: int | None = json.loads(line).get("pid")
-                return pid
-        return None
+                life: dict[str, Any] = json.loads(line)
+                return life
+        return {}
 
     def _count_starts(self, console: Console) -> None:
         num_starts = self._log().count(f'"{STARTING}"')

@@ -38,7 +38,8 @@ class ClusterConfig:
     for Prometheus, the workers' and the router's follow; port 0: free ones; or OFF. ``http``: of the router's HTTP
     door; None: the router's default; or OFF. ``otlp_endpoint``: where spans go; None: nowhere. ``tokens``, ``tls``: of
     the router's doors; all else is on this machine's loopback and unix sockets. ``no_restart``: end with the kvstore or
-    the router, instead of starting it again.
+    the router, instead of starting it again. ``standby``: a second process a worker, which takes over when it dies.
+    ``recover_wait_s``: how long streams wait for a lost worker; None: the router's default.
     """
 
     model: Path
@@ -71,6 +72,9 @@ class ClusterConfig:
     tokens: Path | None = None
     tls: ServerTls | None = None
     no_restart: bool = False
+    weights_arena: bool = True
+    standby: bool = False
+    recover_wait_s: float | None = None
 
     @staticmethod
     def of(
@@ -152,6 +156,7 @@ class ClusterConfig:
             "prefill_chunk": self.prefill_chunk,
             "deterministic": self.deterministic,
             "decode_graphs": self.decode_graphs,
+            "weights_arena": self.weights_arena,
             "device": self.gpus[index].device if self.gpus else f"cpu:{index}",
             "threads": self.threads or max(1, cores // self.workers),
         }

@@ -60,6 +60,8 @@ class WorkerConfig:
             it; the kvstore knows it by its UUID, so the next worker on the same GPU finds its memory.
         threads: of the tensor library; 0 takes one per core.
         kv_reattach_s: how long the worker waits for another kvstore when its own is gone. Then it ends.
+        weights_arena: the kvstore holds the weights, so that the next life of this worker maps them instead of loading
+            them, and workers of the same model on one host share them.
         adopt_grace_s: how long a sequence taken over from an earlier life of the worker goes on without its router;
             resumable ones have their own grace time.
     """
@@ -87,6 +89,7 @@ class WorkerConfig:
     device: str = "cpu:0"
     threads: int = 0
     kv_reattach_s: int = 60
+    weights_arena: bool = True
     adopt_grace_s: int = 60
 
     def __post_init__(self) -> None:

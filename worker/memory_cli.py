@@ -29,7 +29,7 @@ HOST = "host"
 
 @dataclass(frozen=True)
 class Use:
-    """``holder``: the worker, or the device whose KV memory the store of that machine holds."""
+    """``holder``: the worker; or, of what its store holds, the device of KV memory, the model of weights."""
 
     holder: str
     owner: str
@@ -121,6 +121,9 @@ def gathered(
             if use.memory != HOST:
                 place.total_bytes, place.free_bytes = told.gpu_total_bytes, told.gpu_free_bytes
     for host, answers in stores.items():
+        for weights in (weights for answer in answers for weights in answer.weights):
+            memory = HOST if weights.memory.startswith(HOST) else weights.memory
+            add(host, memory, Use(weights.model, "weights", weights.num_bytes))
         for device in (device for answer in answers for device in answer.devices):
             arenas = device.device if device.memory == "device" else HOST
             for group in device.groups:

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class NodeConfig:
         log_dir: holds the workers' logs until they are passed on.
         drain_file: who makes it asks for a drain, as SIGTERM does: what ends Ray's container, and with it the workers.
         drained_file: made when all have ended. Both are removed at the start.
+        standby: a second process a worker, which takes over when it dies.
     """
 
     settings: dict[str, Any]
@@ -75,6 +77,7 @@ class NodeConfig:
     drained_file: Path | None = None
     tls: ServerTls | None = None
     otlp_endpoint: str | None = None
+    standby: bool = False
 
     def worker(self, index: int, count: int, gpu: Gpu | None) -> WorkerConfig:
         """Of ``count`` workers, which share the node's cores where nothing else is asked for."""
@@ -159,7 +162,7 @@ class Node:
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.ready = False
-        self._handles: list[Any] = []
+        self._handles: list[list[Any]] = []  # of each worker: its actor, and its standby's
         self._tails: list[LogTail] = []
         self._raylet: int | None = None  # pidfd
 
@@ -231,25 +234,25 @@ class Node:
         for index, gpu in enumerate(wanted):
             log_file = config.log_dir / f"worker-{index}.log"
             self._tails.append(LogTail(log_file))
-            self._handles.append(
-                actor.create(
-                    config.worker(index, len(wanted), gpu),
-                    port_after(config.listen, index),
-                    drain_s=config.drain_s,
-                    log_file=log_file,
-                    metrics=port_after(config.metrics, index),
-                    otlp_endpoint=config.otlp_endpoint,
-                    tls=config.tls,
-                    pinned_to=node_id,
-                )
+            make = partial(
+                actor.create,
+                config.worker(index, len(wanted), gpu),
+                port_after(config.listen, index),
+                drain_s=config.drain_s,
+                log_file=log_file,
+                metrics=port_after(config.metrics, index),
+                otlp_endpoint=config.otlp_endpoint,
+                tls=config.tls,
+                pinned_to=node_id,
             )
+            self._handles.append([make()] + ([make(standby=True)] if config.standby else []))
         log.info(
             "workers asked for", node=node_id, count=len(self._handles), devices=[gpu and gpu.uuid for gpu in gpus]
         )
 
     async def _watch(self, stop: asyncio.Event) -> None:
         while not stop.is_set() and not self._is_asked_to_drain():
-            ready = all(await asyncio.gather(*(self._is_ready(handle) for handle in self._handles)))
+            ready = all(await asyncio.gather(*(self._is_any_ready(handles) for handles in self._handles)))
             self._pass_logs_on()
             if self._raylet is not None and has_ended(self._raylet):
                 raise Unavailable(
@@ -267,6 +270,10 @@ class Node:
 
     def _is_asked_to_drain(self) -> bool:
         return self.config.drain_file is not None and self.config.drain_file.exists()
+
+    async def _is_any_ready(self, handles: list[Any]) -> bool:
+        """Of a worker and its standby, which may have changed places."""
+        return any(await asyncio.gather(*(self._is_ready(handle) for handle in handles)))
 
     async def _is_ready(self, handle: Any) -> bool:
         """Raises Unavailable: Ray does not restart it any more, as when its node was lost."""
@@ -287,13 +294,14 @@ class Node:
 
         limit_s = self.config.drain_s + END_MARGIN_S
         log.info("draining", workers=len(self._handles), grace_s=self.config.drain_s)
-        drains = asyncio.gather(*(_stop(handle) for handle in self._handles))
+        every = [handle for handles in self._handles for handle in handles]
+        drains = asyncio.gather(*(_stop(handle) for handle in every))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while not drains.done():
                     self._pass_logs_on()
                     await asyncio.wait((drains,), timeout=LOOK_S)
-        for handle in self._handles:
+        for handle in every:
             with contextlib.suppress(Exception):
                 ray.kill(handle, no_restart=True)
         with contextlib.suppress(Exception):

@@ -17,6 +17,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +26,7 @@ import torch
 
 from kernels.loader import arch_of
 from kvstore.client import Attachment, attach, stats
+from kvstore.weights_client import Lease
 from protos import kvstore_pb2, rpc, types_pb2, worker_pb2_grpc
 from protos.errors import InternalError, PreconditionFailed, TailpackError
 from protos.metrics import OFF, serving_metrics
@@ -37,6 +39,7 @@ from worker.config import WorkerConfig
 from worker.device_memory import DeviceMemory
 from worker.engine import Engine
 from worker.gpu import memory_of, store_name, torch_device
+from worker.laps import Laps
 from worker.lasting import LastingAttachment
 from worker.ledger import worker_memory
 from worker.metrics import StepObserver, WorkerCollector
@@ -45,12 +48,46 @@ from worker.sessions import Sessions
 from worker.switches import switches
 from worker.tracing import SequenceSpans
 from worker.weights import Model, load_model
+from worker.weights_arena import open_model
 
 log = structlog.get_logger("worker")
 
 ATTACH_RETRY_S = 5.0
 KV_STATS_TIMEOUT_S = 2.0
 ENGINE_STOP_S = 30.0  # the step it is in: at most one prefill chunk
+
+
+Prepared = tuple[Model, Lease | None]
+"""A model, and the lease of its weights where the store holds them."""
+
+
+def prepare(config: WorkerConfig) -> Prepared:
+    """What a worker needs besides the KV memory. Raises what ``open_model`` raises."""
+    if config.weights_arena:
+        return open_model(config)
+    return load_model(config), None
+
+
+def stand_by(config: WorkerConfig) -> Prepared | None:
+    """What can be done for a worker while another process still is it, without more memory than this process's own.
+
+    On a GPU only libraries are loaded: a context there would take half a gigabyte, so it is made when the turn comes.
+    Elsewhere the weights are mapped, where the store has them or gets them.
+    """
+    if config.on_gpu:
+        import cupy  # noqa: F401 - for the time that it takes
+        from cuda.bindings import driver  # noqa: F401
+
+        return None
+    torch.set_num_threads(config.num_threads)
+    torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # its threads and product library start at the first one
+    if not config.weights_arena:
+        return None
+    try:
+        return open_model(config)
+    except TailpackError as failure:  # the store is away, say; when the turn comes it is tried again
+        log.warning("nothing is prepared while standing by", why=str(failure))
+        return None
 
 
 @dataclass(frozen=True)
@@ -73,6 +110,8 @@ async def serve(
     metrics: str = OFF,
     tls: ServerTls | None = None,
     tracing: Tracing | None = None,
+    laps: Laps | None = None,
+    prepared: Prepared | None = None,
 ) -> None:
     """Runs a worker until ``stop`` is set, then drains it: running sequences have ``drain_s`` seconds to end.
 
@@ -82,6 +121,8 @@ async def serve(
         metrics: host:port of the page for Prometheus, or OFF.
         tls: of both; None: plain text.
         tracing: where spans go; None: nowhere.
+        laps: of this start so far.
+        prepared: what ``prepare`` gave; None: that comes first. The lease is this worker's.
 
     Raises:
         ConfigError, ModelError, PreconditionFailed, CapacityError: it cannot start. Among them NO_SUCH_GPU.
@@ -89,6 +130,7 @@ async def serve(
         InternalError: the engine stopped at a broken invariant, or does not stop; then the KV memory goes to nobody
             else before this process is gone.
     """
+    laps = laps or Laps()
     torch.set_num_threads(config.num_threads)
     rpc.check_free(listen)  # before minutes of loading weights, not after
     if metrics != OFF:
@@ -106,11 +148,12 @@ async def serve(
 
     health = _Health(server, loop)
     device = store_name(config.device)
-    model = await asyncio.to_thread(load_model, config)
-    attachment = await asyncio.to_thread(_attach, config, device, model)
-    model = _within(model, attachment)
-    lasting = LastingAttachment(attachment, config.kv_socket, config.kv_reattach_s, health.store_is_away)
-    with attachment:
+    model, lease = prepared if prepared is not None else await asyncio.to_thread(prepare, config)
+    laps.lap("weights")
+    with lease or nullcontext(), await asyncio.to_thread(_attach, config, device, model) as attachment:
+        laps.lap("attach")
+        model = _within(model, attachment)
+        lasting = LastingAttachment(attachment, config.kv_socket, config.kv_reattach_s, health.store_is_away)
         sessions = Sessions(loop)
         observer = StepObserver(sessions.emit)
         engine = Engine(
@@ -129,6 +172,7 @@ async def serve(
             _adopt(engine, sessions, config)
         else:
             await asyncio.to_thread(engine.warm_up)  # ready means that it has generated a token
+        laps.lap("engine")
         engine.start()
         expiry = asyncio.create_task(sessions.expire_forever(), name="grace times")
         try:
@@ -138,8 +182,15 @@ async def serve(
             async with serving_metrics("worker", metrics, collector, certificate, tls=metrics_tls) as url:
                 address = await server.start(listen)
                 await health.set_serving(True)
+                laps.lap("doors")
                 log.info(
-                    "worker ready", worker=config.worker_id, address=address, incarnation=info.incarnation, metrics=url
+                    "worker ready",
+                    worker=config.worker_id,
+                    address=address,
+                    incarnation=info.incarnation,
+                    metrics=url,
+                    adopted=len(attachment.adopted),
+                    **laps.ms,
                 )
                 on_ready(Running(address, info, url))
                 if not await _until_stopped(stop, broken):

@@ -19,7 +19,7 @@ from kvstore.memory_limit import available_bytes
 from protos import types_pb2
 from protos.errors import ModelError
 from worker import memory_plan, model_config
-from worker.checkpoint import INDEX_FILE, Progress, Stored, Tensors, demand_match, headers, naming
+from worker.checkpoint import INDEX_FILE, Expected, Progress, Shapes, Stored, Tensors, demand_match, headers, naming
 from worker.config import WorkerConfig
 from worker.families import Architecture, Network, architecture
 from worker.gpu import torch_device
@@ -32,7 +32,10 @@ log = structlog.get_logger("worker")
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model. ``network`` computes; the rest describes it. ``uses``: what its weights take, by owner."""
+    """A loaded model. ``network`` computes; the rest describes it.
+
+    ``uses``: what its weights take of this process's memory, by owner; nothing where the store holds them.
+    """
 
     network: Network
     info: types_pb2.ModelInfo
@@ -41,11 +44,79 @@ class Model:
     uses: tuple[memory_plan.Use, ...]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A model that can be loaded: its config and its files' headers are checked and fit together.
+
+    Attributes:
+        expected, found: tensors as the model wants them, and as the files' headers have them.
+        dtype: of weights, activations and KV.
+        uses: what the weights take once they are loaded, by owner; the last is what reading them takes meanwhile.
+    """
+
+    config: WorkerConfig
+    shapes: Architecture
+    geometry: CacheGeometry
+    eos_token_ids: tuple[int, ...]
+    max_sequence_tokens: int
+    dtype: str
+    device: torch.device
+    expected: Mapping[str, Expected]
+    found: Mapping[str, Stored]
+    uses: tuple[memory_plan.Use, ...]
+
+    @staticmethod
+    def of(config: WorkerConfig) -> Plan:
+        """Raises what ``load_model`` does before any weight is read, but for MODEL_TOO_LARGE."""
+        raw = model_config.read_json(config.model / "config.json")
+        shapes = architecture(raw)
+        eos_token_ids = model_config.eos_token_ids(config.model, raw)
+        model_config.check_length(raw, config.max_sequence_tokens)
+        max_sequence_tokens = config.max_sequence_tokens or shapes.max_positions
+        dtype = dtype_name(config.dtype, raw)
+        device = torch_device(config.device)
+        geometry = shapes.geometry(config, dtype, max_sequence_tokens)
+        expected, found = _matched(shapes, config.model)
+        uses = memory_plan.weight_uses(expected, found, dtype)
+        return Plan(config, shapes, geometry, eos_token_ids, max_sequence_tokens, dtype, device, expected, found, uses)
+
+    def load(self, progress: Progress | None = None) -> tuple[Network, bytes]:
+        """Reads the weights. Returns the network and the weights' digest. Raises MODEL_TOO_LARGE, ModelError."""
+        uses = self.uses
+        log.info("memory of the model", uses=memory_plan.table(uses), arenas=self.config.arena_bytes)
+        memory_plan.demand_fit(uses, *_room(self.device))  # arenas apart: the store may hold them already
+        with Tensors(self.expected, self.found, TORCH_DTYPES[self.dtype], self.device, progress) as weights:
+            network = self.shapes.network(weights, self.max_sequence_tokens)
+            return network, weights.digest()
+
+    def without_weights(self) -> Network:
+        """The network on torch's device "meta": shapes and dtypes of all its tensors, and no values."""
+        return self.shapes.network(Shapes(self.expected, TORCH_DTYPES[self.dtype]), self.max_sequence_tokens)
+
+    def model(self, network: Network, digest: bytes, uses: tuple[memory_plan.Use, ...]) -> Model:
+        return Model(
+            network=network,
+            info=types_pb2.ModelInfo(
+                name=self.config.name,
+                architecture=self.shapes.model_type,
+                vocab_size=self.shapes.vocab_size,
+                max_sequence_tokens=self.max_sequence_tokens,
+                eos_token_ids=self.eos_token_ids,
+                weights_digest=digest,
+                tokenizer_digest=_tokenizer_digest(self.config.model),
+                num_parameters=sum(wanted.num_values for wanted in self.expected.values() if not wanted.is_scale),
+            ),
+            geometry=self.geometry,
+            eos_token_ids=self.eos_token_ids,
+            uses=uses,
+        )
+
+
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
     """Reads config and weights, checks both, converts to the config's dtype, on the config's device.
 
     Weights are read one by one, quantised ones dequantised as they come, so that loading takes little more than the
-    model does.
+    model does. ``worker.weights_arena`` finds them in the store's memory instead.
 
     Raises:
         ModelError: a file is missing, unreadable or corrupt; a tensor is missing, unexpected or of the wrong shape; the
@@ -54,37 +125,9 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
             ``apply_mode`` raises), or a GPU has no kernel for it (NO_GPU_KERNEL), before any weight is read.
         CapacityError: MODEL_TOO_LARGE, with what would be taken by owner, before any weight is read.
     """
-    raw = model_config.read_json(config.model / "config.json")
-    shapes = architecture(raw)
-    eos_token_ids = model_config.eos_token_ids(config.model, raw)
-    model_config.check_length(raw, config.max_sequence_tokens)
-    max_sequence_tokens = config.max_sequence_tokens or shapes.max_positions
-    dtype = dtype_name(config.dtype, raw)
-    device = torch_device(config.device)
-    geometry = shapes.geometry(config, dtype, max_sequence_tokens)
-    expected, found = _matched(shapes, config.model)
-    uses = memory_plan.weight_uses(expected, found, dtype)
-    log.info("memory of the model", uses=memory_plan.table(uses), arenas=config.arena_bytes)
-    memory_plan.demand_fit(uses, *_room(device))  # arenas apart: the store may hold them already, for a predecessor
-    with Tensors(expected, found, TORCH_DTYPES[dtype], device, progress) as weights:
-        network = shapes.network(weights, max_sequence_tokens)
-        digest = weights.digest()
-    return Model(
-        network=network,
-        info=types_pb2.ModelInfo(
-            name=config.name,
-            architecture=shapes.model_type,
-            vocab_size=shapes.vocab_size,
-            max_sequence_tokens=max_sequence_tokens,
-            eos_token_ids=eos_token_ids,
-            weights_digest=digest,
-            tokenizer_digest=_tokenizer_digest(config.model),
-            num_parameters=sum(wanted.num_values for wanted in expected.values() if not wanted.is_scale),
-        ),
-        geometry=geometry,
-        eos_token_ids=eos_token_ids,
-        uses=uses[:-1],  # what reading takes is given back
-    )
+    plan = Plan.of(config)
+    network, digest = plan.load(progress)
+    return plan.model(network, digest, plan.uses[:-1])  # what reading takes is given back
 
 
 def planned_uses(folder: Path, dtype: str) -> tuple[memory_plan.Use, ...]:

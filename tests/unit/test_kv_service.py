@@ -19,6 +19,7 @@ from kvstore.geometry import CacheGeometry, LayerGroup, Region
 from kvstore.pages import PageState
 from kvstore.service import KvStoreService
 from kvstore.suspects import Holder
+from kvstore.weights import WeightsStore
 from protos import kvstore_pb2
 from protos.errors import InternalError, PreconditionFailed, Unavailable
 
@@ -36,7 +37,7 @@ async def held(tmp_path: Path) -> AsyncIterator[Attachments]:
 
 @pytest.fixture
 def service(held: Attachments) -> KvStoreService:
-    return KvStoreService(held, incarnation="test")
+    return KvStoreService(held, WeightsStore(held._fd_server), incarnation="test")
 
 
 async def attach(held: Attachments, spec: DeviceSpec, worker_id: str) -> Attached:

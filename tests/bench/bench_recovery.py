@@ -1,0 +1,193 @@
+"""From SIGKILL of a worker to the next token of its stream: `python -m tests.bench.bench_recovery --kills 10`.
+
+A whole cluster of one worker (`tailpack up`) on SmolLM2, deterministic. In each round a stream runs, its worker gets
+SIGKILL, and the next token that the caller gets from the worker's next life ends the time. Each round's text is
+compared with that of a stream that nothing befell. What the time is made of is read off the processes' own logs:
+
+    detection   the router says that its worker is lost
+    process     behind it, until a process exists that becomes the worker; 0 where one stood by
+    start       that process until its first line: Python, Ray, this actor
+    imports     torch, the model families, gRPC servers; 0 where one stood by
+    weights     model files and weights, or their arena
+    attach      the kvstore's memory
+    engine      its tables, and what was adopted
+    doors       the server
+    first token the router finds it, submits again, first step, and the way to the caller
+
+All processes and this one read one clock. `--device cuda` takes a GPU, where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from protos.errors import TailpackError
+from router.sync_client import Tailpack
+from tests.bench.bench_gil import RESULTS, describe
+from tests.e2e.cluster import ClusterProcess, running
+from worker.child import STARTING
+
+PROMPT = "Tell a long story about a lighthouse keeper and the sea."
+MAX_TOKENS = 48
+KILL_AFTER = 16  # tokens
+SETTLE_S = 180.0
+PARTS = ("detection", "process", "start", "imports", "weights", "attach", "engine", "doors", "first token")
+
+
+class Stream(threading.Thread):
+    """One caller. ``times``: when each chunk came (clock of the day), with how many tokens there were then."""
+
+    def __init__(self, router: str) -> None:
+        super().__init__(daemon=True)
+        self.times: list[tuple[float, int]] = []
+        self.text = ""
+        self.failure: TailpackError | None = None
+        self._router = router
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with Tailpack(self._router) as client:
+                for chunk in client.generate(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, prefix_reuse="none"):
+                    count = len(chunk.token_ids) + (self.times[-1][1] if self.times else 0)
+                    self.text += chunk.text
+                    self.times.append((time.time(), count))
+        except TailpackError as failure:
+            self.failure = failure
+
+    @property
+    def num_tokens(self) -> int:
+        return self.times[-1][1] if self.times else 0
+
+    def wait_for(self, num_tokens: int) -> None:
+        _until(lambda: self.num_tokens >= num_tokens or self.failure is not None, f"{num_tokens} tokens")
+        if self.failure is not None:
+            raise self.failure
+
+
+def _until(true: Any, what: str) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.002)
+
+
+def events(log: Path) -> list[dict[str, Any]]:
+    """Records of a process's log, with ``at`` in seconds."""
+    found = []
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("{"):
+            record = json.loads(line)
+            at = datetime.fromisoformat(record["timestamp"].removesuffix("Z")).replace(tzinfo=UTC)
+            found.append({**record, "at": at.timestamp()})
+    return found
+
+
+def one_kill(cluster: ClusterProcess, expected: str, stand_by: bool) -> dict[str, float]:
+    """Milliseconds of each part, and of all."""
+    worker_log, router_log = (cluster.folder / "logs" / name for name in ("worker-0.log", "router.log"))
+    pid = [each["pid"] for each in events(worker_log) if each["event"] == STARTING][-1]
+    if stand_by:
+        _until(lambda: _stands_by(worker_log), "a standby")
+        time.sleep(1.0)
+    stream = Stream(cluster.router)
+    stream.wait_for(KILL_AFTER)
+    killed = time.time()
+    os.kill(pid, signal.SIGKILL)
+    stream.join(SETTLE_S)
+    if stream.failure is not None:
+        raise stream.failure
+    assert stream.text == expected, f"another text after a kill:\n{stream.text}\n{expected}"
+    lives = [each for each in events(worker_log) if each["at"] > killed]
+    starting = next(each for each in lives if each["event"] == STARTING)
+    ready = next(each for each in lives if each["event"] == "worker ready")
+    lost = next(each for each in events(router_log) if each["at"] > killed and each.get("state") == "lost")
+    # What was on its way from the killed worker comes before the next one is even connected.
+    token = next(at for at, _ in stream.times if at > ready["at"] - 0.001)
+    times = {"detection": lost["at"] - killed, "process": 0.0, "start": starting["at"] - lost["at"]}
+    if (age := starting["process_ms"] / 1e3) < starting["at"] - lost["at"]:
+        times |= {"process": starting["at"] - age - lost["at"], "start": age}
+    times |= {part: ready.get(f"{part}_ms", 0.0) / 1e3 for part in ("imports", "weights", "attach", "engine", "doors")}
+    return {part: round(s * 1e3, 1) for part, s in (times | {"first token": token - ready["at"]}).items()} | {
+        "all": round((token - killed) * 1e3, 1)
+    }
+
+
+def _stands_by(log: Path) -> bool:
+    """Whether the newest process that waits for its turn has not had it yet."""
+    waiting = [each["pid"] for each in events(log) if each["event"] == "worker standing by"]
+    return bool(waiting) and waiting[-1] not in [each["pid"] for each in events(log) if each["event"] == STARTING]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@click.command()
+@click.option("--kills", default=10, show_default=True)
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--standby/--no-standby", default=False, show_default=True)
+@click.option("--weights-arena/--no-weights-arena", default=True, show_default=True)
+@click.option("--records", type=click.Path(dir_okay=False, path_type=Path), help="Append the line to this file.")
+@click.option("--record", is_flag=True, help="Append it under tests/bench/results.")
+def main(
+    kills: int, model: str, device: str, standby: bool, weights_arena: bool, records: Path | None, record: bool
+) -> None:
+    flags = (["--standby"] if standby else []) + ([] if weights_arena else ["--no-weights-arena"])
+    arguments = ["--deterministic", "--device", device, "--kv-bytes", "256M", *flags]
+    case = "standby" if standby else "restart"
+    command = f"python -m tests.bench.bench_recovery --kills {kills} --model {model} {' '.join(flags)}"
+    where = describe(command)
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), model, arguments) as cluster:
+        calm = Stream(cluster.router)
+        calm.wait_for(MAX_TOKENS)
+        calm.join(SETTLE_S)
+        rounds = []
+        for number in range(kills):
+            rounds.append(one_kill(cluster, calm.text, standby))
+            click.echo(f"kill {number + 1}: {rounds[-1]}", err=True)
+    times = [each["all"] for each in rounds]
+    line = {
+        "bench": "recovery",
+        "case": f"{case}, weights {'mapped' if weights_arena else 'loaded'}, {model}, {device}",
+        "value": statistics.median(times),
+        "unit": "ms",
+        "spread": [min(times), max(times)],
+        "repeats": kills,
+        "p90": percentile(times, 0.9),
+        "split_ms": {part: round(statistics.median(each[part] for each in rounds), 1) for part in PARTS},
+        "same_text": True,
+        "floor": None,
+        "floor_by": None,
+        "rival": None,
+        "rival_value": None,
+        "rival_why": "no other server keeps a stream over its worker's death",
+        **where,
+    }
+    click.echo(json.dumps(line))
+    for file in [*([records] if records else []), *([_results()] if record else [])]:
+        with file.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+
+def _results() -> Path:
+    return RESULTS / f"cpu{os.cpu_count()}-recovery-{datetime.now(UTC):%Y-%m-%d}.jsonl"
+
+
+if __name__ == "__main__":
+    main()
