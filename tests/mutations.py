@@ -56,6 +56,7 @@ DEVICE, HASH, PAGE_CODEC = "kvstore/device.py", "protos/page_hash.py", "kernels/
 KV_VIEW, KV_MOVES, SEQUENCE_KV = "worker/kv_view.py", "worker/kv_moves.py", "worker/sequence_kv.py"
 TEST_RETENTION, TEST_SEQUENCES = "tests/unit/test_kv_retention.py::", "tests/unit/test_kv_sequences.py::"
 TEST_MOVES, TEST_ENGINE = "tests/unit/test_kv_moves.py::", "tests/unit/test_engine_packed.py::"
+TEST_BAKED = "tests/unit/test_baked.py::"
 TEST_HASH = "tests/unit/test_page_hash.py::"
 TEST_PACKED, TEST_PAGE_CODEC = "tests/scenarios/test_kvstore_packed.py::", "tests/kernels/test_page_codec.py::"
 FRAGMENTS, TEST_FRAGMENTS = "kernels/fragments.py", "tests/kernels/test_fragments.py::"
@@ -872,6 +873,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "bench: the warm-up measured",
         (("router/bench_statistics.py", "if one.intended_s < self.begin_s:", "if False:"),),
         (TEST_BENCH + "test_the_warm_up_is_left_out",),
+    ),
+    Mutation(
+        "decode state: seen tokens in memory of their own each time",
+        (
+            (
+                "worker/decode_state.py",
+                "        self.seen[row] = _signed(words).to(self.seen.device)",
+                "        self.seen = self.seen.clone()\n        self.seen[row] = _signed(words).to(self.seen.device)",
+            ),
+        ),
+        (TEST_BAKED + "test_nothing_moves_in_many_steps_with_sequences_coming_and_going",),
+    ),
+    Mutation(
+        "decode graphs: a row taken without a look at what is baked in",
+        (("worker/decode_graphs.py", "            self.baked.check()", "            pass"),),
+        (TEST_BAKED + "test_the_next_sequence_finds_what_moved",),
     ),
 )
 

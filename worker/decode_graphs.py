@@ -23,6 +23,7 @@ import torch
 from kernels.linear_cuda import MAX_ROWS
 from kernels.sample_cuda import NOT_FINITE
 from protos.errors import InternalError
+from worker.baked import Baked
 from worker.decode_layers import DecodeLayers
 from worker.decode_state import SLOTS, DecodeState, RowStart
 from worker.kv_view import KvView
@@ -86,6 +87,8 @@ class DecodeGraphs:
         count = SLOTS if self._device.type == "cuda" else 0
         self._events = [torch.cuda.Event() for _ in range(count)]  # type: ignore[no-untyped-call]
         self._pool_bytes = 0
+        self.baked: Baked | None = None
+        """What the graphs have the addresses of, once they are captured."""
 
     def capture(self, progress: Progress | None = None) -> float:
         """Loads kernels and captures every graph, largest first, so that the others fit into its memory; seconds taken.
@@ -105,6 +108,7 @@ class DecodeGraphs:
         if on_gpu:
             self._pool_bytes = torch.cuda.memory_reserved(self._device) - before
         self.state.reset()
+        self.baked = Baked(layers=vars(self.layers), state=vars(self.state))
         return time.monotonic() - began
 
     @property
@@ -115,7 +119,9 @@ class DecodeGraphs:
     # --- rows ---
 
     def enter(self, row: int, start: RowStart) -> None:
-        """A sequence takes a row, from the next step on."""
+        """A sequence takes a row, from the next step on. Raises InternalError: BAKED_MOVED, see ``Baked.check``."""
+        if self.baked is not None:
+            self.baked.check()
         self.state.enter(row, start)
         self._ahead[row] = start.num_tokens - (self.state.num_launched + 1)
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 
+from protos.errors import InternalError
 from worker.bench_engine import BenchEngine
 from worker.config import WorkerConfig
 from worker.random_weights import random_model
@@ -123,7 +124,7 @@ def measure(raw: dict[str, Any], device: torch.device, run: Run) -> dict[str, An
         ]
         grown = {name: looks[-1][name] - looks[0][name] for name in looks[0] if name.endswith("bytes")}
         done = bench.load().num_steps - first
-        checked = bench.attachment.verify()
+        checked = bench.attachment.verify() + _moved(bench)
         load = bench.load()
         facts = {
             "ok": done >= run.steps and not checked,
@@ -148,6 +149,19 @@ def measure(raw: dict[str, Any], device: torch.device, run: Run) -> dict[str, An
             bench.engine.abort(sequence.request.request_id)
         bench.run_out()
     return facts
+
+
+def _moved(bench: BenchEngine) -> list[str]:
+    """What captured steps have baked in and is not where it was."""
+    decode: Any = vars(bench.engine._runner)["_decode"]
+    if decode is None:
+        return []
+    baked = decode._graphs.baked
+    try:
+        baked.check()
+    except InternalError as moved:
+        return [str(moved)]
+    return [] if len(baked.tensors) > 10 else ["nothing is guarded"]
 
 
 def _look(bench: BenchEngine, device: torch.device, started: float) -> dict[str, Any]:
