@@ -13,17 +13,20 @@ STEP_KERNELS = ("begin", "embed", "norm", "rope", "swiglu")
 
 
 class LinearTiling(NamedTuple):
-    """warps: that share a stage's values of k. row_bytes: of a stage, of each of its 16 weight rows. max_stages: of the
-    ring; fewer where shared memory ends before."""
+    """warps: that share a stage's values of k. producers: warps that start copies. row_bytes: of a stage, of each of
+    its 16 weight rows. bulk: by bulk copies, where the arch has them. max_stages: of the ring; fewer where shared
+    memory ends before."""
 
     warps: int = 8
-    row_bytes: int = 1024
+    producers: int = 4
+    row_bytes: int = 2048
+    bulk: bool = True
     max_stages: int = 16
 
     @property
     def threads(self) -> int:
-        """Of a CTA: consumers, a producer and an epilogue warp."""
-        return 32 * (self.warps + 2)
+        """Of a CTA: consumers, producers and an epilogue warp."""
+        return 32 * (self.warps + self.producers + 1)
 
 
 LINEAR_TILING = LinearTiling()
@@ -37,7 +40,8 @@ def linear_shared_bytes(stages: int, x_bytes: int, tiling: LinearTiling) -> int:
 
 def linear_cell(row_type: str, *, fp8: bool, tiling: LinearTiling = LINEAR_TILING) -> Cell:
     """x W^T of up to eight rows (csrc/linear_few.cuh). fp8: weights are e4m3 with a scale a block of 128 x 128."""
-    own = [f"w{tiling.warps}b{tiling.row_bytes}"] if tiling[:2] != LINEAR_TILING[:2] else []
+    cut = f"w{tiling.warps}p{tiling.producers}b{tiling.row_bytes}{'' if tiling.bulk else 'l'}"
+    own = [cut] if tiling._replace(max_stages=LINEAR_TILING.max_stages) != LINEAR_TILING else []
     variant = "-".join([row_type, *(["fp8"] if fp8 else []), *own])
     kernel = f"linear_{variant.replace('-', '_')}"
     defines = {
@@ -45,7 +49,9 @@ def linear_cell(row_type: str, *, fp8: bool, tiling: LinearTiling = LINEAR_TILIN
         "TAILPACK_TYPE": ROW_TYPES[row_type],
         "TAILPACK_FP8": str(int(fp8)),
         "TAILPACK_WARPS": str(tiling.warps),
+        "TAILPACK_PRODUCERS": str(tiling.producers),
         "TAILPACK_ROW_BYTES": str(tiling.row_bytes),
+        **({} if tiling.bulk else {"TAILPACK_NO_BULK_COPY": "1"}),
     }
     return Cell("linear_few.cu", 0, "few", variant, (kernel,), tuple(defines.items()), tensor_kernels=(kernel,))
 

@@ -7,9 +7,9 @@
 //   FP8        weights are e4m3 and scales f32 [weight rows / 128][k / 128] belong to blocks of 128 x 128
 //   residual may be out itself.
 //
-// A CTA takes tiles of 16 weight rows in turn (gated: 8 of gate and the same 8 of up). Its producer warp streams them into
-// a ring of stages, ROW_BYTES of each of the 16 rows, and runs ahead over tiles and over products: weights depend on
-// nothing, so it does not even wait for what the launch depends on. WARPS consumer warps share a stage's values of k. Weights
+// A CTA takes tiles of 16 weight rows in turn (gated: 8 of gate and the same 8 of up). PRODUCERS warps stream them into a
+// ring of stages, ROW_BYTES of each of the 16 rows, and run ahead over tiles and over products: weights depend on
+// nothing, so they do not even wait for what the launch depends on. WARPS consumer warps share a stage's values of k. Weights
 // are A operands of m16n8k16, as they lie in memory: a lane's 16 bytes of a row are contiguous values of k, in whatever
 // order the instruction sums them, as long as x comes in the same; the 8 columns are the rows of x, and the result of
 // one does not depend on the others. An epilogue warp adds up what the consumers have, in a fixed order, and writes it; between
@@ -70,15 +70,15 @@ __device__ __forceinline__ void meet_grid(uint32_t* arrived) {
     }
 }
 
-template <typename T, bool FP8, int WARPS, int ROW_BYTES> struct LinearCta {
-    static constexpr int kConsumers = 32 * WARPS, kThreads = kConsumers + 64;
+template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct LinearCta {
+    static constexpr int kConsumers = 32 * WARPS;
     static constexpr int kPitch = ROW_BYTES + kLinearPad, kStageBytes = kLinearRows * kPitch;
     static constexpr int kWeightBytes = FP8 ? 1 : 2;
     static constexpr int kPieces = ROW_BYTES / 64, kOwn = kPieces / WARPS; // of 64 bytes a row, of a stage and of a warp
     static constexpr int kPieceBytes = FP8 ? 128 : 64;                     // of x
     static constexpr int kParts = FP8 ? 2 : 1;                             // of a lane's x: 16 bytes each
     static constexpr int kXBatch = 8, kNormAhead = 2;                      // loads of 16 bytes a thread under way
-    static_assert(kPieces % WARPS == 0 && ROW_BYTES % 128 == 0);
+    static_assert(kPieces % WARPS == 0 && ROW_BYTES % 128 == 0 && kLinearRows % PRODUCERS == 0);
 
     const LinearArgs& args;
     uint8_t* shared;
@@ -112,7 +112,7 @@ template <typename T, bool FP8, int WARPS, int ROW_BYTES> struct LinearCta {
             for (int i = 0; i < kLinearProducts; i++) mbarrier_init(x_ready(i), 1);
             mbarrier_init(meeting(), WARPS);
             for (int i = 0; i < args.stages; i++)
-                mbarrier_init(stage_full(i), kStageArrivals), mbarrier_init(stage_empty(i), WARPS);
+                mbarrier_init(stage_full(i), PRODUCERS * kStageArrivals), mbarrier_init(stage_empty(i), WARPS);
             mbarrier_init_fence();
         }
         __syncthreads();
@@ -140,9 +140,9 @@ template <typename T, bool FP8, int WARPS, int ROW_BYTES> struct LinearCta {
     }
     static __device__ __forceinline__ int x_pitch(const LinearProduct& product) { return product.k * 2 + kLinearPad; }
 
-    // ---- the producer warp
+    // ---- the producer warps: each has every PRODUCERS-th row of a stage, for starting a copy takes its time
 
-    __device__ __forceinline__ void produce() {
+    __device__ __forceinline__ void produce(int first_row) const {
         const uint64_t stream = evict_first_policy();
         Ring ring;
         for (int p = 0; p < args.num_products; p++) {
@@ -156,9 +156,10 @@ template <typename T, bool FP8, int WARPS, int ROW_BYTES> struct LinearCta {
                     const uint32_t bytes = static_cast<uint32_t>(chunk_bytes(product, chunk)), full = stage_full(ring.stage);
                     const uint32_t to = base + ring.stage * kStageBytes;
                     mbarrier_wait(stage_empty(ring.stage), ring.parity ^ 1);
-                    stage_begin(full, kLinearRows * bytes);
+                    stage_begin(full, kLinearRows / PRODUCERS * bytes);
 #pragma unroll
-                    for (int r = 0; r < kLinearRows; r++) {
+                    for (int i = 0; i < kLinearRows / PRODUCERS; i++) {
+                        const int r = PRODUCERS * i + first_row;
                         const int row = product.gated && r >= 8 ? product.n + min(first + r - 8, last) : min(first + r, last);
                         stage_copy(to + r * kPitch, weight + row * row_bytes, bytes, full, stream);
                     }
@@ -463,14 +464,14 @@ template <typename T, bool FP8, int WARPS, int ROW_BYTES> struct LinearCta {
     }
 };
 
-// Threads: 32 * (WARPS + 2). Grid: any number of CTAs that run at once, below kLinearGeneration.
-template <typename T, bool FP8, int WARPS, int ROW_BYTES>
+// Threads: 32 * (WARPS + PRODUCERS + 1). Grid: any number of CTAs that run at once, below kLinearGeneration.
+template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES>
 __device__ __forceinline__ void linear_few(const LinearArgs& args, uint8_t* shared) {
     launch_dependents();
-    LinearCta<T, FP8, WARPS, ROW_BYTES> cta(args, shared);
+    LinearCta<T, FP8, WARPS, PRODUCERS, ROW_BYTES> cta(args, shared);
     cta.init();
     if (cta.warp < WARPS) cta.consume();
-    else if (cta.warp == WARPS) cta.produce();
+    else if (cta.warp < WARPS + PRODUCERS) cta.produce(cta.warp - WARPS);
     else cta.finish();
 }
 

@@ -32,6 +32,7 @@ __device__ __forceinline__ void merge_partials(const DecodeArgs& args) {
     constexpr int kMergeAhead = kOwn <= 4 ? 6 : kOwn == 8 ? 3 : 2; // items whose loads are under way together
     constexpr float kLog2 = 1.44269504f, kLn2 = 0.693147181f, kLowest = -1e38f;
     __shared__ MergeShared<D> shared;
+    launch_dependents();
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int64_t num_vectors = args.num_queries * args.group;
     const int64_t vector = blockIdx.x % num_vectors, kv_head = blockIdx.x / num_vectors % args.kv_heads;

@@ -44,12 +44,15 @@ from worker.sequence import Sampling
 PARTS = ("check", "tilings", "steps")
 TILINGS = (
     LINEAR_TILING,
-    LinearTiling(8, 1024, 8),
-    LinearTiling(8, 1024, 5),
-    LinearTiling(8, 2048, 6),
-    LinearTiling(8, 2048, 4),
-    LinearTiling(4, 1024, 11),
-    LinearTiling(8, 512, 22),
+    LinearTiling(8, 1, 2048),
+    LinearTiling(8, 2, 2048),
+    LinearTiling(8, 4, 1024),
+    LinearTiling(8, 1, 1024, bulk=False),
+    LinearTiling(8, 2, 1024, bulk=False),
+    LinearTiling(8, 4, 1024, bulk=False),
+    LinearTiling(8, 2, 2048, bulk=False),
+    LinearTiling(8, 4, 2048, bulk=False),
+    LinearTiling(4, 4, 2048),
 )
 REPLAYS, TURNS = 12, 3
 STEPS = (
@@ -140,7 +143,8 @@ def _check(report: Report, device: torch.device) -> None:
 def _tilings(report: Report, network: Llama, device: torch.device) -> None:
     for fp8 in (False, True):
         for tiling in TILINGS:
-            name = f"{'fp8' if fp8 else 'bf16'}-w{tiling.warps}-b{tiling.row_bytes}-s{tiling.max_stages}"
+            kind, copies = "fp8" if fp8 else "bf16", "bulk" if tiling.bulk else "lane"
+            name = f"{kind}-w{tiling.warps}-p{tiling.producers}-b{tiling.row_bytes}-{copies}"
             report.run("tilings", name, partial(_one_tiling, network, tiling, fp8, device))
 
 
@@ -176,7 +180,7 @@ def _one_tiling(network: Llama, tiling: LinearTiling, fp8: bool, device: torch.d
             chains = _milliseconds(_captured(partial(_chains, layers, True)))
             between = _milliseconds(_captured(partial(_chains, layers, False)))
         plan = layers._chains[-1].plans[1]
-        edges = _edges(partial(layers.run, 1)) if tiling == LINEAR_TILING else None
+        edges = _edges(partial(layers.run, 1)) if tiling == LINEAR_TILING and not fp8 else None
     finally:
         setattr(decode_layers, "LinearChain", LinearChain)  # noqa: B010
     return {

@@ -24,7 +24,7 @@ from kernels.linear_cuda import (
 from kernels.step_cells import LINEAR_TILING, LinearTiling
 from tests.kernels.emulator import Emulator, EmulatorError, needs_compiler
 
-BUILT: dict[tuple[Cell, bool], Emulator] = {}
+BUILT: dict[Cell, Emulator] = {}
 BF16 = torch.bfloat16
 EPS = 1e-5
 
@@ -35,11 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("linear")
 
 
-def library(cell: Cell, folder: Path, bulk: bool = True) -> Emulator:
-    if (cell, bulk) not in BUILT:
-        options = [f"-D{name}={value}" for name, value in cell.defines] + ([] if bulk else ["-DTAILPACK_NO_BULK_COPY"])
-        BUILT[cell, bulk] = Emulator.build("linear_few.cpp", folder, options)
-    return BUILT[cell, bulk]
+def library(cell: Cell, folder: Path) -> Emulator:
+    if cell not in BUILT:
+        BUILT[cell] = Emulator.build("linear_few.cpp", folder, [f"-D{name}={value}" for name, value in cell.defines])
+    return BUILT[cell]
 
 
 def chain_of(
@@ -49,12 +48,10 @@ def chain_of(
     return LinearChain(links, BF16, arrived, max_rows, arch=arch, tiling=tiling)
 
 
-def launch(
-    chain: LinearChain, folder: Path, calls: Sequence[LinkCall], ctas: int, seed: int, bulk: bool = True
-) -> None:
+def launch(chain: LinearChain, folder: Path, calls: Sequence[LinkCall], ctas: int, seed: int) -> None:
     chain.set_call(*calls)
     shared = chain.plans[len(calls[0].x)].total
-    library(chain.cell, folder, bulk).call("linear", ctas, shared, chain.arguments, seed=seed)
+    library(chain.cell, folder).call("linear", ctas, shared, chain.arguments, seed=seed)
     assert int(chain._arrived) % 1024 == 0
 
 
@@ -188,18 +185,24 @@ def test_long_rows_are_read_from_memory(folder: Path, fp8: bool) -> None:
 
 
 @needs_compiler
-def test_copies_of_older_archs(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "tiling",
+    [LinearTiling(8, 1, 1024, bulk=False), LinearTiling(4, 2, 512, max_stages=2)],
+    ids=["copies of older archs", "another cut"],
+)
+def test_ways_to_cut_give_the_same(folder: Path, tiling: LinearTiling) -> None:
     torch.manual_seed(6)
     links, calls, held = layer(2, 256, 128, fp8=False)
     start = {name: each.clone() for name, each in held.items()}
-    chain = chain_of(*links, tiling=LinearTiling(max_stages=2))
-    launch(chain, folder, calls, 3, seed=1)
+    launch(chain_of(*links), folder, calls, 3, seed=1)
     want = {name: each.clone() for name, each in held.items()}
+    chain = chain_of(*links, tiling=tiling)
     for seed in (0, 2, 3):
         for name, each in held.items():
             each.copy_(start[name])
-        launch(chain, folder, calls, 3, seed, bulk=False)
-        assert all(torch.equal(each, want[name]) for name, each in held.items())
+        launch(chain, folder, calls, 3, seed)
+        for name, each in held.items():
+            assert (each.float() - want[name].float()).norm() < 1e-2 * want[name].float().norm()
 
 
 @needs_compiler
@@ -226,9 +229,9 @@ def test_a_grid_that_does_not_run_at_once_ends(folder: Path) -> None:
 
 def test_shared_memory_is_shared_out() -> None:
     plan = shared_plan(1, [(4096, True), (14336, False)], "sm_90a", LINEAR_TILING)
-    assert plan.x_bytes == 2 * 14336 + 64 and plan.stages == 11 and plan.total <= 227 * 1024
+    assert plan.x_bytes == 2 * 14336 + 64 and plan.stages == 5 and plan.total <= 227 * 1024
     plan = shared_plan(8, [(4096, True), (14336, False)], "sm_90a", LINEAR_TILING)
-    assert plan.x_bytes == 8 * (2 * 4096 + 64) and plan.stages == 9
+    assert plan.x_bytes == 8 * (2 * 4096 + 64) and plan.stages == 4
     with pytest.raises(ArgumentError, match="do not fit into shared memory"):
         shared_plan(8, [(4096, True)], "sm_89", LINEAR_TILING)
 

@@ -4,6 +4,6 @@
 #include "linear_few.cu"
 
 extern "C" void linear(int64_t ctas, int64_t shared_bytes, LinearArgs args) {
-    cta::launch(static_cast<unsigned>(ctas), 32 * (TAILPACK_WARPS + 2), static_cast<size_t>(shared_bytes),
+    cta::launch(static_cast<unsigned>(ctas), 32 * (TAILPACK_WARPS + TAILPACK_PRODUCERS + 1), static_cast<size_t>(shared_bytes),
                 [=] { TAILPACK_KERNEL_LINEAR(args); });
 }
