@@ -34,6 +34,9 @@ WELCOME_TIMEOUT_S = 10.0
 REFUSED_RETRY_S = 5.0
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+SOON_BACKOFF_S = 0.2
+SOON_S = 30.0
+"""For so long after a worker was lost its next life is looked for more often: streams wait for it."""
 RESUME = "resume"
 """The feature of workers that keep resumable sequences; no other is asked for one."""
 ADOPT = "adopt"
@@ -299,7 +302,10 @@ class WorkerLink:
                 self._lose(f"{type(bug).__name__} in the router")
             finally:
                 self._forget_all()
-            backoff_s = MIN_BACKOFF_S if self._welcomed else min(MAX_BACKOFF_S, 2 * backoff_s)
+            away_s = self.away_s()
+            soon = self.info is not None and away_s is not None and away_s < SOON_S
+            longest_s = min(MAX_BACKOFF_S, SOON_BACKOFF_S) if soon else MAX_BACKOFF_S
+            backoff_s = MIN_BACKOFF_S if self._welcomed else min(longest_s, 2 * backoff_s)
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
 
     async def _session(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:

@@ -31,7 +31,7 @@ from worker.turn import Turn
 
 if TYPE_CHECKING:  # both bring torch, which takes seconds: not before somebody waits for it
     from worker.gpu import Gpu
-    from worker.shell import Running
+    from worker.shell import Prepared, Running
 
 log = structlog.get_logger("worker")
 
@@ -130,10 +130,9 @@ class WorkerActor:
         turn, prepared, stood_by_s = Turn(Turn.path(config.kv_socket, config.worker_id)), None, 0.0
         if not turn.take():  # another process is this worker, or is just ending
             came, since = turn.wait(), time.monotonic()
-            log.info("worker standing by", worker=config.worker_id, pid=os.getpid())
             from worker import shell
 
-            preparing = asyncio.create_task(asyncio.to_thread(shell.stand_by, config))
+            preparing = asyncio.create_task(self._stand_by(config))
             if not await _either(came, stop):
                 return
             stood_by_s = time.monotonic() - since
@@ -168,6 +167,13 @@ class WorkerActor:
         finally:
             if traces is not None:
                 traces.stop()
+
+    async def _stand_by(self, config: WorkerConfig) -> Prepared | None:
+        from worker import shell
+
+        prepared = await asyncio.to_thread(shell.stand_by, config)
+        log.info("worker standing by", worker=config.worker_id, pid=os.getpid(), weights_mapped=prepared is not None)
+        return prepared
 
     def _on_ready(self, running: Running) -> None:
         info = running.info

@@ -110,6 +110,7 @@ class Engine:
                 kv,
                 on_gpu,
                 deterministic=config.deterministic,
+                tiles_checked=model.tiles_checked,
                 max_sequences=config.max_running,
                 max_sequence_tokens=model.info.max_sequence_tokens,
                 decode_graphs=config.decode_graphs,

@@ -57,6 +57,7 @@ class ModelRunner:
 
     Args:
         pages: of ``kv``, where it lies on a GPU: then the kernels compute there, and are loaded here.
+        tiles_checked: ``check_tiles`` has passed.
         max_sequences, max_sequence_tokens: the largest step; a GPU's workspaces are made for it.
         decode_graphs: decode rows run from CUDA graphs, captured here (seconds). In deterministic mode all that are
             behind their prompt do, from one graph, so that their shape never changes; see ``check_rows``.
@@ -77,6 +78,7 @@ class ModelRunner:
         max_sequences: int,
         max_sequence_tokens: int,
         decode_graphs: bool = False,
+        tiles_checked: bool = False,
     ) -> None:
         self._decode: DecodeRows | None = None
         if decode_graphs and (pages is None or not _capturable(network, kv, deterministic)):
@@ -90,7 +92,7 @@ class ModelRunner:
         self._network = network
         self._kv = kv
         self._deterministic = deterministic
-        if deterministic:
+        if deterministic and not tiles_checked:
             check_tiles(network)
         self._attend: Attend = attend
         self._on_gpu = pages is not None

@@ -43,6 +43,7 @@ from worker.laps import Laps
 from worker.lasting import LastingAttachment
 from worker.ledger import worker_memory
 from worker.metrics import StepObserver, WorkerCollector
+from worker.model_runner import check_tiles
 from worker.service import SERVICE, WorkerService
 from worker.sessions import Sessions
 from worker.switches import switches
@@ -72,7 +73,11 @@ def stand_by(config: WorkerConfig) -> Prepared | None:
     """What can be done for a worker while another process still is it, without more memory than this process's own.
 
     On a GPU only libraries are loaded: a context there would take half a gigabyte, so it is made when the turn comes.
-    Elsewhere the weights are mapped, where the store has them or gets them.
+    Elsewhere the weights are mapped, where the store has them or gets them, and what deterministic mode rests on is
+    proved.
+
+    Raises:
+        PreconditionFailed: NOT_DETERMINISTIC.
     """
     if config.on_gpu:
         import cupy  # noqa: F401 - for the time that it takes
@@ -84,10 +89,15 @@ def stand_by(config: WorkerConfig) -> Prepared | None:
     if not config.weights_arena:
         return None
     try:
-        return open_model(config)
+        model, lease = open_model(config)
     except TailpackError as failure:  # the store is away, say; when the turn comes it is tried again
         log.warning("nothing is prepared while standing by", why=str(failure))
         return None
+    if config.deterministic:
+        with torch.inference_mode():
+            check_tiles(model.network)
+        model = dataclasses.replace(model, tiles_checked=True)
+    return model, lease
 
 
 @dataclass(frozen=True)
@@ -266,7 +276,7 @@ def _attach(config: WorkerConfig, device: str, model: Model) -> Attachment:
         except PreconditionFailed as refused:
             if refused.reason != "DEVICE_BUSY" or time.monotonic() > deadline:
                 raise
-            time.sleep(0.2)
+            time.sleep(0.05)
 
 
 def _within(model: Model, attachment: Attachment) -> Model:

@@ -35,6 +35,7 @@ class Model:
     """A loaded model. ``network`` computes; the rest describes it.
 
     ``uses``: what its weights take of this process's memory, by owner; nothing where the store holds them.
+    ``tiles_checked``: ``model_runner.check_tiles`` has passed in this process, with the config's threads.
     """
 
     network: Network
@@ -42,6 +43,7 @@ class Model:
     geometry: CacheGeometry
     eos_token_ids: tuple[int, ...]
     uses: tuple[memory_plan.Use, ...]
+    tiles_checked: bool = False
 
 
 @dataclass(frozen=True)

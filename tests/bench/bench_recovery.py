@@ -102,7 +102,6 @@ def one_kill(cluster: ClusterProcess, expected: str, stand_by: bool) -> dict[str
     pid = [each["pid"] for each in events(worker_log) if each["event"] == STARTING][-1]
     if stand_by:
         _until(lambda: _stands_by(worker_log), "a standby")
-        time.sleep(1.0)
     stream = Stream(cluster.router)
     stream.wait_for(KILL_AFTER)
     killed = time.time()

@@ -168,15 +168,23 @@ def test_a_dead_kvstore_is_named_and_stops_everything_where_nothing_is_restarted
 
 
 async def test_what_dies_is_started_again_where_it_was(tiny: Path, tmp_path: Path) -> None:
-    """kvstore, router and worker, one after the other; answers are what they were."""
-    with running(tmp_path, tiny, [*ONE_WORKER, "--deterministic"]) as cluster:
+    """kvstore, router and worker, one after the other; answers are what they were. The worker has a warm standby."""
+    with running(tmp_path, tiny, [*ONE_WORKER, "--deterministic", "--standby", "--recover-wait", "20"]) as cluster:
 
         async def answer() -> list[int]:
             async with AsyncTailpack(cluster.router) as client:
                 asked = client.generate([5], max_tokens=20, ignore_eos=True, timeout_s=60.0)
                 return [token for chunk in [chunk async for chunk in asked] for token in chunk.token_ids]
 
-        said, pids = await answer(), cluster.pids
+        async def standby() -> int:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not (lines := [x for x in worker_log.read_text().splitlines() if "worker standing by" in x]):
+                assert time.monotonic() < deadline, cluster.log
+                await asyncio.sleep(0.1)
+            return int(json.loads(lines[-1])["pid"])
+
+        said, pids, worker_log = await answer(), cluster.pids, cluster.folder / "logs" / "worker-0.log"
+        warm = await standby()
         for name in ("kvstore", "router", "workers"):
             victim = pids[name][0] if name == "workers" else pids[name]
             os.kill(victim, signal.SIGKILL)
@@ -187,6 +195,9 @@ async def test_what_dies_is_started_again_where_it_was(tiny: Path, tmp_path: Pat
             assert {key for key in pids if pids[key] != now[key]} == {name}, cluster.log
             pids = now
             assert await answer() == said
+        assert pids["workers"] == [warm] and "worker-0's standby took over" in cluster.log, (pids, cluster.log)
+        (weights,) = cluster.kv_stats().weights  # brought back to the second store
+        assert weights.users in (1, 2) and weights.num_bytes > 0
         assert "kvstore ended with SIGKILL" in cluster.log and "router ended with SIGKILL" in cluster.log
         assert cluster.stop() == 0, cluster.log
 
