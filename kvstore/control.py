@@ -58,6 +58,7 @@ from protos.errors import InvalidRequest, PreconditionFailed
 
 _WORD = struct.Struct("<Q")
 _HALF = struct.Struct("<I")
+_MOST_ENDS = (1 << 16) - 1
 _PAGE_STATE = struct.Struct("<4I")
 _SLOT_AT = {name: field[1] for name, field in (SLOT_DTYPE.fields or {}).items()}
 _SLOT_BYTES = {name: field[0].itemsize for name, field in (SLOT_DTYPE.fields or {}).items()}
@@ -239,11 +240,27 @@ class ControlBlock:
 
     def count_adoption(self, slot: int) -> int:
         """Notes that a worker takes over what another left; returns how many did so since it last got any further."""
-        num_tokens, count = divmod(int(self._adoptions[slot]), 1 << 32)
-        committed = self.committed(slot)
-        count = count + 1 if num_tokens == committed else 1
-        self._adoptions[slot] = committed << 32 | count
-        return count
+        return self._count_end(slot, adoptions=1)[0]
+
+    def count_failure(self, slot: int) -> None:
+        """Notes that the device failed in a step of this sequence."""
+        self._count_end(slot, failures=1)
+
+    def failures(self, slot: int) -> int:
+        """How often the device failed in its steps since it last got any further."""
+        return self._ends(slot)[1]
+
+    def _ends(self, slot: int) -> tuple[int, int]:
+        """(adoptions, failures) at the committed length."""
+        num_tokens, counts = divmod(int(self._adoptions[slot]), 1 << 32)
+        failures, adoptions = divmod(counts, 1 << 16)
+        return (adoptions, failures) if num_tokens == self.committed(slot) else (0, 0)
+
+    def _count_end(self, slot: int, *, adoptions: int = 0, failures: int = 0) -> tuple[int, int]:
+        before = self._ends(slot)
+        adoptions, failures = min(before[0] + adoptions, _MOST_ENDS), min(before[1] + failures, _MOST_ENDS)
+        self._adoptions[slot] = self.committed(slot) << 32 | failures << 16 | adoptions
+        return adoptions, failures
 
     # --- reading ---
 

@@ -66,7 +66,7 @@ SLOT_DTYPE = np.dtype(
         ("committed", "<u8"),  # W: tokens whose rows are written
         ("packed", "<u8"),  # W: reserved pages of tokens below are written, in every packed group
         ("saved", "<u8"),  # W: a length << 32 | a slot + 1: its tails are this one's before that length is committed
-        ("adoptions", "<u8"),  # W: a length << 32 | workers in a row that took it over at that length
+        ("adoptions", "<u8"),  # W: a length << 32 | what ended at that length: see count_adoption, count_failure
         ("worker_reserved", "u1", 24),
         ("state", "<u4"),  # SLOT_FREE, SLOT_LIVE
         ("max_tokens", "<u4"),

@@ -2,7 +2,8 @@
 
 A mapping cannot be revoked. So a worker whose stream ended without a goodbye, or that fell silent, is killed, and its
 device is given to nobody until it is gone: when its pidfd says so, its threads, its mappings and what it had in flight
-on a GPU are gone with it.
+on a GPU are gone with it (tests/e2e/gpu_in_flight.py, on an H200: up to 20 ms behind the signal memory still changed,
+and never behind the pidfd).
 """
 
 from __future__ import annotations

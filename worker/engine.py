@@ -4,7 +4,8 @@ Other threads only leave things in the inbox: submissions, aborts, the news that
 comes back through ``emit``, once a step.
 
 Errors: a bad request is answered and hurts nobody else. A broken invariant, an exception of the model included, stops
-the engine: every sequence ends with the error, ``failed`` is set, and the process is expected to go.
+the engine: every sequence ends with the error, ``failed`` is set, and the process is expected to go. A device that
+fails ends the process as a signal would: nobody is told anything, and the next worker goes on with all sequences.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from worker.sequence import (
 from worker.sequence_kv import Kept, SequenceKv
 from worker.speculation import Drafter, accepted
 from worker.tracing import NoSpans
+from worker.trials import Trials
 from worker.waiting import Waiting
 from worker.weights import Model
 
@@ -119,6 +121,8 @@ class Engine:
             self._drafter = _drafter(config, model, kv)
         self.failed = threading.Event()
         self.failure: TailpackError | None = None
+        self.device_failed = False
+        """It stopped for that, and sequences are where they were: who holds the attachment abandons it."""
         self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
 
         # Shared with other threads, under the lock.
@@ -140,6 +144,8 @@ class Engine:
         self._ended = Ended(self._held)
         self._outputs: list[Output] = []
         self._admission_blocked = False  # the oldest waiting sequence was refused, and nothing has changed since
+        self._in_step: list[Work] = []
+        self._trials = Trials()
         self._counters = Load()
 
     # --- any thread ---
@@ -207,6 +213,8 @@ class Engine:
         )
         with torch.inference_mode():
             self._held.adopt(adoption)
+        failures = self._attachment.control.failures
+        self._trials = Trials((each, num) for each, held in adoption.going_on if (num := failures(held.slot)))
         self._running += [sequence for sequence, _ in adoption.going_on]
         self._waiting += adoption.again
         self._known |= {sequence.request.request_id: sequence for sequence in adoption.sequences}
@@ -359,8 +367,11 @@ class Engine:
             error = _internal(broken)
         try:
             self._held.kv.settle()  # what a broken step began may still be written to; the memory is another's soon
-        except TailpackError as broken_gpu:  # nothing runs on it any more
-            log.warning("the GPU reports an error", why=str(broken_gpu))
+        except TailpackError as broken_gpu:  # nothing runs on it any more, and nothing will in this process
+            log.error("the device failed", why=str(broken_gpu))
+            if failed and not isinstance(error, KvStoreLost):
+                self._leave_all(broken_gpu)
+                return
         self._end_all(error, failed=failed)
 
     def _has_work(self) -> bool:
@@ -378,8 +389,8 @@ class Engine:
         self._take_inbox()
         self._admit()
         self._publish_load()
-        work = schedule(
-            self._running,
+        work = self._in_step = schedule(
+            self._trials.of(self._running),
             prefill_budget=self._config.prefill_chunk,
             deterministic=self._config.deterministic,
             one_span=self._config.deterministic and (self._held.has_tails or self._drafter is not None),
@@ -407,6 +418,7 @@ class Engine:
                 self._drafter.propose()
             self._counters.num_steps += 1
             self._counters.last_step_ns = time.monotonic_ns() - began_ns
+        self._in_step = []
         self._publish()
 
     def _take_inbox(self) -> None:
@@ -651,6 +663,18 @@ class Engine:
                 self._counters.sequences_finished += 1
             self._outputs.append(_output(sequence, new, reason, error))
             self._spans.ended(sequence, reason, error)
+
+    def _leave_all(self, failure: TailpackError) -> None:
+        """The device's end, which is this process's: all sequences are left as they are, to the next worker."""
+        for w in self._in_step or self._trials.of(self._running):
+            slot = (w.sequence if isinstance(w, Work) else w).slot
+            self._attachment.control.count_failure(slot)
+        with self._lock:
+            self.failure = WorkerLost("the worker's device failed", reason="DEVICE_FAILED", given=str(failure))
+            self.device_failed = self._stopping = True
+            self.failed.set()
+        if self._on_failed is not None:
+            self._on_failed(self.failure)
 
     def _end_all(self, error: TailpackError, *, failed: bool) -> None:
         """The engine's end: every sequence hears of it, whatever state it is in."""

@@ -35,6 +35,8 @@ log = structlog.get_logger("engine")
 
 MAX_ADOPTIONS = 8
 """Of a sequence, without a committed token in between."""
+MAX_FAILURES = 3
+"""Of the device, in steps of a sequence, likewise: the second time it ran alone (worker/trials.py)."""
 
 NewPages = Mapping[int, Mapping[str, Sequence[NewPage]]]
 """By slot and group."""
@@ -116,15 +118,22 @@ class SequenceKv:
         return None
 
     def not_deadly(self, found: Iterable[Adopted]) -> list[Adopted]:
-        """Gives up what no worker survives: MAX_ADOPTIONS in a row took it over and got no further. It may be what ends
-        them; its router, if it is still there, is refused nothing and decides anew.
+        """Gives up what no worker survives: MAX_ADOPTIONS in a row took it over and got no further, or MAX_FAILURES of
+        the device ended its steps. It may be what ends them; its router, if it is still there, is refused nothing and
+        decides anew.
         """
         control, kept = self._attachment.control, []
         for held in found:
-            if (count := control.count_adoption(held.slot)) <= MAX_ADOPTIONS:
+            count, failures = control.count_adoption(held.slot), control.failures(held.slot)
+            if count <= MAX_ADOPTIONS and failures < MAX_FAILURES:
                 kept.append(held)
                 continue
-            log.error("given up: no worker gets any further with it", request_id=held.request_id, workers=count - 1)
+            log.error(
+                "given up: no worker gets any further with it",
+                request_id=held.request_id,
+                workers=count - 1,
+                failures=failures,
+            )
             self._attachment.release([held.slot])
         return kept
 

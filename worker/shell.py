@@ -16,8 +16,8 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -139,6 +139,8 @@ async def serve(
         KvStoreLost: the kvstore went away and none came back in time, or it took the memory away.
         InternalError: the engine stopped at a broken invariant, or does not stop; then the KV memory goes to nobody
             else before this process is gone.
+        WorkerLost: DEVICE_FAILED. As where it fails to go on with what it adopted, the store has ended the process by
+            then, or will: all sequences are the next worker's.
     """
     laps = laps or Laps()
     torch.set_num_threads(config.num_threads)
@@ -160,7 +162,11 @@ async def serve(
     device = store_name(config.device)
     model, lease = prepared if prepared is not None else await asyncio.to_thread(prepare, config)
     laps.lap("weights")
-    with lease or nullcontext(), await asyncio.to_thread(_attach, config, device, model) as attachment:
+    with (
+        lease or nullcontext(),
+        await asyncio.to_thread(_attach, config, device, model) as attachment,
+        _left_if_it_fails(attachment),
+    ):
         laps.lap("attach")
         model = _within(model, attachment)
         lasting = LastingAttachment(attachment, config.kv_socket, config.kv_reattach_s, health.store_is_away)
@@ -207,6 +213,9 @@ async def serve(
                     await health.set_serving(False)
                     service.drain("the worker is stopping")
                     await _drained(engine, sessions, broken, drain_s)
+                if engine.device_failed:
+                    attachment.abandon()
+                    raise broken.result()
                 if broken.done():
                     engine.stop_because(broken.result())  # sequences end by name; harmless when it is the engine's own
                     await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
@@ -221,6 +230,20 @@ async def serve(
                 raise
     if broken.done():
         raise broken.result()
+
+
+@contextmanager
+def _left_if_it_fails(attachment: Attachment) -> Iterator[None]:
+    """Who fails to go on with what an earlier life left does not give it up: without a goodbye the next may try. The
+    store ends this process for that, as any that may still write; so it says why first.
+    """
+    try:
+        yield
+    except Exception as failure:
+        if attachment.adopted:
+            log.error("not adopted: left to the next worker", why=str(failure), exc_info=failure)
+            attachment.abandon()
+        raise
 
 
 class _Health:

@@ -2,8 +2,10 @@
 
 ``python -m tests.chaos.dying_worker WHERE ARGUMENTS...`` runs ``tailpack ARGUMENTS`` with one function wrapped, so that
 the process sends itself SIGKILL before or after one of its calls. WHERE is "before:MODULE:FUNCTION:N" or
-"after:MODULE:FUNCTION:N", as "before:worker.sequence_kv:SequenceKv.publish:3"; N counts from 1. Behind "rollback:N+" a
-worker also takes what runs back by some tokens behind its N-th commit, which nothing in the product asks for by itself.
+"after:MODULE:FUNCTION:N", as "before:worker.sequence_kv:SequenceKv.publish:3"; N counts from 1. With "fail" instead of
+them the call raises, as one does whose GPU has failed, and so does from then on all that waits for the GPU. Behind
+"rollback:N+" a worker also takes what runs back by some tokens behind its N-th commit, which nothing in the product
+asks for by itself.
 Nothing in the product knows of any of it.
 """
 
@@ -26,7 +28,7 @@ ROLLBACK_TOKENS = 3
 class Death:
     """At which call of which function a process dies. ``signum`` SIGSTOP: it stands still instead."""
 
-    when: str  # "before", "after"
+    when: str  # "before", "after", "fail"
     module: str
     function: str  # "Class.method" or "function"
     call: int
@@ -39,8 +41,8 @@ class Death:
         if rest:
             return replace(Death.parse(rest), rollback=int(first.removeprefix("rollback:")))
         when, module, function, call, *stop = text.split(":")
-        if when not in ("before", "after") or int(call) < 1 or stop not in ([], ["stop"]):
-            raise ValueError(f"not before|after:MODULE:FUNCTION:N[:stop]: {text!r}")
+        if when not in ("before", "after", "fail") or int(call) < 1 or stop not in ([], ["stop"]):
+            raise ValueError(f"not before|after|fail:MODULE:FUNCTION:N[:stop]: {text!r}")
         return Death(when, module, function, int(call), signal.SIGSTOP if stop else signal.SIGKILL)
 
     def __str__(self) -> str:
@@ -76,6 +78,8 @@ class Death:
             mine = calls == self.call
             if mine and self.when == "before":
                 die()
+            if mine and self.when == "fail":
+                _fail_device()
             result = original(*arguments, **named)
             if mine and self.when == "after":
                 die()
@@ -94,6 +98,18 @@ class Death:
             return result
 
         return awaited if inspect.iscoroutinefunction(original) else wrapped
+
+
+def _fail_device() -> None:
+    """Raises what torch does, behind which CUDA answers nothing any more."""
+    from protos.errors import PreconditionFailed
+    from worker.kv_view import KvView
+
+    def settle(view: KvView) -> None:
+        raise PreconditionFailed("CUDA's cuCtxSynchronize failed", reason="CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    setattr(KvView, "settle", settle)  # noqa: B010 - not a method's type
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def _arm_rollback(at: int) -> None:

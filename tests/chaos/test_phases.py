@@ -117,6 +117,17 @@ STANDSTILLS = [
 ]
 
 
+# Errors of a device in a worker that lives; the second one while it adopts what the first has left.
+FAILURES = [
+    ("in a step", "dense", ["fail:worker.model_runner:ModelRunner.run:30"]),
+    ("in a step, packed", "turboquant", ["fail:worker.model_runner:ModelRunner.run:30"]),
+    ("packing", "turboquant", ["fail:worker.kv_moves:pack:20"]),
+    ("in its first step", "dense", [MID_DECODE, "fail:worker.model_runner:ModelRunner.run:1"]),
+    ("bringing tails back", "turboquant", [MID_DECODE, f"fail:{HELD}:SequenceKv.recover:1"]),
+    ("half adopted", "turboquant", [MID_DECODE, f"fail:{HELD}:SequenceKv._take:2"]),
+]
+
+
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
     with Zygote() as running:
@@ -176,9 +187,9 @@ def check_nothing_lost(caller: Caller) -> None:
     assert sum(load.tokens_recomputed_after_adoption for load in caller.loads) == 0
 
 
-async def worker_dies(scene: Scene, *deaths: str) -> None:
+async def worker_dies(scene: Scene, *deaths: str, errors_expected: bool = False) -> None:
     """Of the worker's first lives, one each; every caller gets all of its answer."""
-    node = Node(scene.zygote, scene.setting)
+    node = Node(scene.zygote, scene.setting, errors_expected=errors_expected)
     node.workers[0].deaths = [Death.parse(death) for death in deaths]
     async with node:
         caller = scene.caller(node)
@@ -203,6 +214,11 @@ async def test_a_worker_that_stands_still_is_ended_by_its_store(
     scenes: dict[str, Scene], kind: str, death: str
 ) -> None:
     await worker_dies(scenes[kind], death)
+
+
+@pytest.mark.parametrize(("kind", "deaths"), [case[1:] for case in FAILURES], ids=[case[0] for case in FAILURES])
+async def test_a_worker_whose_device_fails(scenes: dict[str, Scene], kind: str, deaths: list[str]) -> None:
+    await worker_dies(scenes[kind], *deaths, errors_expected=True)
 
 
 @pytest.mark.parametrize(("kind", "death"), [case[1:] for case in TAKING_OVER], ids=[case[0] for case in TAKING_OVER])
