@@ -90,6 +90,7 @@ class View:
     append_share: float  # of the time that passed, summed over workers
     seal_share: float
     unknown_kv: tuple[str, ...]  # workers whose kvstore gave no answer
+    grown_bytes: dict[str, int]  # by worker: memory that nobody in it owns, beyond what is allowed
 
 
 @dataclass
@@ -155,6 +156,9 @@ def view(look: Look, before: Look | None = None) -> View:
         append_share=sum(now.append_ns - past.append_ns for now, past in loads) / 1e9 / elapsed_s,
         seal_share=sum(now.seal_ns - past.seal_ns for now, past in loads) / 1e9 / elapsed_s,
         unknown_kv=tuple(w.info.worker_id or w.address for w in look.workers if not w.HasField("kv")),
+        grown_bytes={
+            w.info.worker_id or w.address: w.load.memory_grown_bytes for w in look.workers if w.load.memory_grown_bytes
+        },
     )
 
 

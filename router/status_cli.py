@@ -174,5 +174,10 @@ def _print(shown: View, address: str) -> None:
     if shown.groups:
         console.print()
         console.print(groups_table(shown.groups, width), width=width)
+    for worker, size in shown.grown_bytes.items():
+        told = (
+            f"{worker} holds {size >> 20} MiB that nobody in it owns, grown since it was ready; see `tailpack memory`"
+        )
+        console.print(told, style="bold red", markup=False, highlight=False)
     if shown.unknown_kv:
         console.print(f"No word of the KV of {', '.join(shown.unknown_kv)}", markup=False)

@@ -153,6 +153,8 @@ def _kv_line(view: View, width: int) -> Text:
     told += f"; append {view.append_share:.1%}, seal {view.seal_share:.1%} of the time"
     if view.unknown_kv:
         told += f"; no word of the KV of {', '.join(map(printable, view.unknown_kv))}"
+    for worker, size in view.grown_bytes.items():
+        told += f"; {printable(worker)} holds {size >> 20} MiB that nobody owns"
     return _line(told, "", width)
 
 

@@ -52,6 +52,10 @@ class DecodeRows:
         self.num_entered = 0
         """Times that a sequence took a row; a steady run adds none."""
 
+    @property
+    def graphs(self) -> DecodeGraphs:
+        return self._graphs
+
     def launch(self, work: Sequence[Work]) -> int:
         """Launches a step, which computes the token at each work's ``start``, and returns its number.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ import click
 import grpc
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvstore import client
 from protos import kvstore_pb2, router_pb2, router_pb2_grpc, rpc, worker_pb2, worker_pb2_grpc
@@ -22,9 +24,13 @@ from protos.errors import DeadlineExceeded, Unavailable
 from protos.tls import ClientTls
 from protos.tls_options import client_tls, client_tls_options
 from protos.token_option import read_token, token_option
+from worker.memory_plan import UNKNOWN
 
 TIMEOUT_S = 5.0
 HOST = "host"
+COLOURS = ("blue", "cyan", "green", "magenta", "yellow", "bright_blue", "bright_cyan", "bright_green", "bright_magenta")
+UNKNOWN_COLOUR, OTHER_COLOUR, FREE_COLOUR = "bright_red", "white", "bright_black"
+SHARE_CELLS = 24
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class Use:
     holder: str
     owner: str
     num_bytes: int
+    planned_bytes: int = 0
 
 
 @dataclass
@@ -52,7 +59,7 @@ class Place:
 
     @property
     def other_bytes(self) -> int | None:
-        """Nobody's of ours: CUDA's contexts and code, and other programs."""
+        """Told by nobody: other programs, and kvstores that were not asked."""
         if self.total_bytes is None or self.free_bytes is None:
             return None
         return max(0, self.total_bytes - self.free_bytes - self.known_bytes)
@@ -78,7 +85,9 @@ def memory(
 ) -> None:
     """Show what takes memory, by owner: weights, workspaces, KV pages and tails, on hosts and GPUs.
 
-    A kvstore is asked through its socket, so only those on this machine are in the answer.
+    "unknown" is what a worker holds beside all of its owners, grown since it was ready: 0 on a GPU, and little on a
+    host. "planned" is what the start-up budget has for an owner at most. A kvstore is asked through its socket, so only
+    those on this machine are in the answer.
     """
     silent: dict[str, str] = {}
     tls = client_tls(tls_ca, tls_client_cert, tls_client_key, tls_server_name)
@@ -97,6 +106,8 @@ def memory(
     console = Console()
     for place in places:
         console.print(_table(place))
+        console.print(_picture(place, min(console.width, 100)))
+        console.print()
     if missing:
         console.print(f"The kvstores of {', '.join(missing)} are not on this machine and were not asked.")
     for address, why in silent.items():
@@ -117,7 +128,8 @@ def gathered(
     for answer in workers:
         told = answer.memory
         for use in told.uses:
-            place = add(told.host, use.memory, Use(answer.info.worker_id, use.owner, use.num_bytes))
+            one = Use(answer.info.worker_id, use.owner, use.num_bytes, use.planned_bytes)
+            place = add(told.host, use.memory, one)
             if use.memory != HOST:
                 place.total_bytes, place.free_bytes = told.gpu_total_bytes, told.gpu_free_bytes
     for host, answers in stores.items():
@@ -183,18 +195,50 @@ def _as_json(place: Place) -> dict[str, Any]:
     return {**asdict(place), "known_bytes": place.known_bytes, "other_bytes": place.other_bytes}
 
 
+def _parts(place: Place) -> list[tuple[Use, str]]:
+    """Every part of a place and its colour; those that nobody of ours has, last."""
+    colours = itertools.cycle(COLOURS)
+    parts = [(use, UNKNOWN_COLOUR if use.owner == UNKNOWN else next(colours)) for use in place.uses]
+    if place.total_bytes is not None:
+        parts.append((Use("", "other programs, stores not asked", place.other_bytes or 0), OTHER_COLOUR))
+        parts.append((Use("", "free", place.free_bytes or 0), FREE_COLOUR))
+    return parts
+
+
+def _picture(place: Place, width: int) -> Text:
+    """One bar of all that there is; a part that is there has at least half a cell."""
+    parts = [(use.num_bytes, colour) for use, colour in _parts(place) if use.num_bytes]
+    total = sum(size for size, _ in parts)
+    bar, seen = Text(), 0
+    halves: list[str] = []
+    for size, colour in parts:
+        seen += size
+        until = max(len(halves) + 1, round(2 * width * seen / total))
+        halves += [colour] * (until - len(halves))
+    for left, right in zip(halves[::2], halves[1::2] or [""], strict=False):
+        bar.append("▌" if left != right else "█", style=f"{left} on {right}" if left != right and right else left)
+    return bar
+
+
 def _table(place: Place) -> Table:
-    table = Table("of", "owner", box=None, title=f"{place.memory} of {place.host}", title_justify="left")
+    planned = any(use.planned_bytes for use in place.uses)
+    table = Table("", "of", "owner", box=None, title=f"{place.memory} of {place.host}", title_justify="left")
     table.add_column("MiB", justify="right")
-    for use in place.uses:
-        table.add_row(use.holder, use.owner, _mib(use.num_bytes))
-    if place.total_bytes is None:
-        table.add_row("", "together", _mib(place.known_bytes))
-        return table
-    table.add_row("", "context, code, other programs", _mib(place.other_bytes or 0))
-    table.add_row("", "free", _mib(place.free_bytes or 0))
-    table.add_row("", "together", _mib(place.total_bytes))
+    table.add_column("share", min_width=SHARE_CELLS)
+    if planned:
+        table.add_column("planned MiB", justify="right")
+    total = sum(use.num_bytes for use, _ in _parts(place)) or 1
+    for use, colour in _parts(place):
+        share = Text(_bar(use.num_bytes / total), style=colour)
+        plan = [_mib(use.planned_bytes) if use.planned_bytes else ""] if planned else []
+        table.add_row(Text("■", style=colour), use.holder, use.owner, _mib(use.num_bytes), share, *plan)
+    table.add_row("", "", "together", _mib(total))
     return table
+
+
+def _bar(share: float) -> str:
+    cells, eighths = divmod(round(8 * SHARE_CELLS * share), 8)
+    return "█" * cells + "▏▎▍▌▋▊▉"[eighths - 1 : eighths or None] * (eighths > 0)
 
 
 def _mib(num_bytes: int) -> str:

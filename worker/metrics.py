@@ -115,7 +115,7 @@ class WorkerCollector(LazyCollector):
         yield ended
         memory = GaugeMetricFamily(
             "tailpack_worker_memory_bytes",
-            "What the worker takes; arenas are the kvstore's to tell.",
+            'What the worker takes, by owner; "unknown" has none. Arenas are the kvstore\'s to tell.',
             labels=["worker", "memory", "owner"],
         )
         for use in self._memory().uses:
@@ -179,6 +179,11 @@ class WorkerCollector(LazyCollector):
             "tokens_recomputed_after_adoption",
             "Tokens of adopted sequences whose rows had been written, and were lost; 0 but by a fault.",
             load.tokens_recomputed_after_adoption,
+        )
+        yield gauge(
+            "memory_grown_bytes",
+            "Memory without an owner that came since the worker was ready, once it is beyond what is allowed; else 0.",
+            load.memory_grown_bytes,
         )
         yield gauge("without_store", "1 while the kvstore is away.", float(load.without_store))
         drafts = CounterMetricFamily(

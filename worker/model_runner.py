@@ -125,6 +125,15 @@ class ModelRunner:
     def kv(self) -> KvView:
         return self._kv
 
+    @property
+    def attention(self) -> Attend:
+        """With the workspaces that all layers share, on a GPU."""
+        return self._attend
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        return self._decode.graphs if self._decode is not None else None
+
     def run(self, work: Sequence[Work]) -> Step:
         """Computes all work: decode rows are in their tails or pages afterwards, prefill rows in pages or workspace.
 

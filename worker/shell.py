@@ -35,26 +35,31 @@ from protos.tls import ServerTls
 from protos.tls_metrics import CertificateCollector
 from protos.tracing import Tracing
 from protos.version import release
+from worker import owners
 from worker.config import WorkerConfig
 from worker.device_memory import DeviceMemory
 from worker.engine import Engine
 from worker.gpu import memory_of, store_name, torch_device
 from worker.laps import Laps
 from worker.lasting import LastingAttachment
-from worker.ledger import worker_memory
+from worker.ledger import Ledger
+from worker.memory_budget import Budget, planned
+from worker.memory_meter import HOST
+from worker.memory_plan import ACTIVATIONS
 from worker.metrics import StepObserver, WorkerCollector
 from worker.model_runner import check_tiles
 from worker.service import SERVICE, WorkerService
 from worker.sessions import Sessions
 from worker.switches import switches
 from worker.tracing import SequenceSpans
-from worker.weights import Model, load_model
+from worker.weights import Model, Plan, load_model
 from worker.weights_arena import open_model
 
 log = structlog.get_logger("worker")
 
 ATTACH_RETRY_S = 5.0
 KV_STATS_TIMEOUT_S = 2.0
+MEMORY_LOOK_S = 15.0
 ENGINE_STOP_S = 30.0  # the step it is in: at most one prefill chunk
 
 
@@ -160,7 +165,9 @@ async def serve(
 
     health = _Health(server, loop)
     device = store_name(config.device)
+    ledger, budget = await asyncio.to_thread(_open_books, config, device)
     model, lease = prepared if prepared is not None else await asyncio.to_thread(prepare, config)
+    owners.loaded(ledger, config, model)
     laps.lap("weights")
     with (
         lease or nullcontext(),
@@ -181,16 +188,19 @@ async def serve(
             spans=SequenceSpans(tracing) if tracing is not None else None,
         )
         info = _info(config, device, model)
-        memory = partial(worker_memory, config, model, device)
+        owners.made(ledger, config, engine, [*attachment.arenas.values(), *attachment.tails.values()])
+        memory = partial(owners.told, ledger, config, device)
         service = WorkerService(engine, sessions, info, memory, partial(_kv, config, device))
         server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service, SERVICE)
         if attachment.adopted:
             _adopt(engine, sessions, config)
         else:
             await asyncio.to_thread(engine.warm_up)  # ready means that it has generated a token
+        _close_books(ledger, budget)
         laps.lap("engine")
         engine.start()
         expiry = asyncio.create_task(sessions.expire_forever(), name="grace times")
+        watch = asyncio.create_task(_watch(ledger, engine), name="memory")
         try:
             collector = WorkerCollector(engine, observer, info, memory, sessions.answers)
             certificate = CertificateCollector(server.certificate)
@@ -223,6 +233,7 @@ async def serve(
                 await server.stop(1.0)
         finally:
             expiry.cancel()
+            watch.cancel()
             try:
                 await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
             except InternalError:  # it may still be writing
@@ -230,6 +241,39 @@ async def serve(
                 raise
     if broken.done():
         raise broken.result()
+
+
+def _open_books(config: WorkerConfig, device: str) -> tuple[Ledger, Budget | None]:
+    """Before anything is allocated. Raises what ``planned`` and ``Budget.demand`` raise; there is a budget on a GPU."""
+    if not config.on_gpu:
+        return owners.begin(config), None
+    plan, gpu = Plan.of(config), torch_device(config.device)
+    try:
+        stored = stats(config.kv_socket, timeout_s=KV_STATS_TIMEOUT_S)
+    except TailpackError:  # what it holds is not known; attaching will tell why
+        stored = None
+    budget = planned(plan, torch.cuda.mem_get_info(gpu)[0], arch_of(gpu), stored, device)
+    log.info("memory budget", budget=str(budget))
+    budget.demand()
+    return owners.begin(config, budget), budget
+
+
+def _close_books(ledger: Ledger, budget: Budget | None) -> None:
+    """Every owner is known by now. Raises CapacityError (MEMORY_BUDGET)."""
+    owners.ready(ledger)
+    reading = ledger.read()
+    log.info("memory by owner", **{f"{each.memory} {each.owner}": each.num_bytes for each in reading.owned})
+    if budget is not None:
+        ((memory, measured),) = ((m, each) for m, each in reading.measured.items() if m != HOST)
+        owned = [(each.owner, each.num_bytes) for each in reading.owned if each.memory == memory]
+        budget.demand_measured(measured.free, dict(owned).get(ACTIVATIONS, 0), owned)
+
+
+async def _watch(ledger: Ledger, engine: Engine) -> None:
+    """Looks for growth for as long as the worker serves."""
+    while True:
+        await asyncio.sleep(MEMORY_LOOK_S)
+        engine.memory_grown_bytes = await asyncio.to_thread(ledger.alarm_bytes)
 
 
 @contextmanager

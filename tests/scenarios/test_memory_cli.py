@@ -23,12 +23,14 @@ from worker.memory_cli import memory
 from worker.weights import load_model
 
 
-async def test_every_owner_is_named_and_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_store", [False, True])
+async def test_every_owner_is_named_and_counted(tmp_path: Path, in_store: bool) -> None:
     with StoreProcess() as store:
         config = replace(
             config_for(write_model(tmp_path), kv_mode="turboquant", max_running=2),
             kv_socket=store.socket,
             arena_bytes=2 << 20,
+            weights_arena=in_store,
         )
         weights = load_model(config).info.num_parameters * 4
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -47,15 +49,22 @@ async def test_every_owner_is_named_and_counted(tmp_path: Path) -> None:
     assert (host["host"], host["memory"], host["total_bytes"]) == (platform.node(), "host", None)
     uses = {(use["holder"], use["owner"]): use["num_bytes"] for use in host["uses"]}
     (group,) = device.groups
-    assert uses.pop(("w", "process")) > 10 << 20
+    assert uses.pop(("w", "interpreter and libraries")) > 10 << 20
+    assert uses.pop(("w", "unknown")) < 64 << 20
+    for phase in ("loading weights", "kernels and graphs", "first steps"):
+        uses.pop(("w", phase), None)
+    if in_store:
+        assert uses.pop(("tiny", "weights")) >= weights
+    else:
+        assert uses.pop(("w", "weights")) == weights
+        assert uses.pop(("w", "tables of the model")) > 0
     assert uses == {
-        ("w", "weights"): weights,
         ("cpu:0", "pages full"): group.pages_total * group.page_bytes,
         ("cpu:0", "tails full"): group.tail_slots_total * group.tail_slot_bytes,
         ("cpu:0", "control block"): device.control_bytes,
     }
     assert group.arena_bytes == uses["cpu:0", "pages full"] + uses["cpu:0", "tails full"]
-    for word in ("weights", "pages full", "tails full", "control block", "together"):
+    for word in ("weights", "pages full", "tails full", "control block", "unknown", "together", "█"):
         assert word in as_table.output
 
 

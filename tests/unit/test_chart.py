@@ -814,7 +814,7 @@ def test_alerts_say_how_bad_and_what() -> None:
     (rule,) = of_kind(render(ALL_ON), "PrometheusRule")
     assert rule["metadata"]["labels"]["release"] == "prometheus"
     alerts = {each["alert"]: each for group in rule["spec"]["groups"] for each in group["rules"]}
-    assert len(alerts) == 12
+    assert len(alerts) == 13
     for name, alert in alerts.items():
         assert name.startswith("Tailpack") and alert["annotations"]["summary"].endswith(".")
         assert alert["labels"]["severity"] in ("warning", "critical")

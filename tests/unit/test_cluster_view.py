@@ -70,6 +70,16 @@ def test_a_restarted_worker_shows_no_negative_and_no_made_up_rate() -> None:
     assert view(look(12.0, worker(emitted=50, incarnation="b")), after).tokens_per_s == 20.0
 
 
+def test_memory_that_grew_without_an_owner_is_shown() -> None:
+    well, grown = worker("w0"), worker("w1")
+    grown.load.memory_grown_bytes = 70 << 20
+    shown = view(look(1.0, well, grown))
+    assert shown.grown_bytes == {"w1": 70 << 20}
+    console = Console(width=160, height=40, file=io.StringIO())
+    console.print(screen(shown, History(), "here:1", 160, 40))
+    assert "w1 holds 70 MiB that nobody owns" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_another_router_starts_the_curves_from_its_own_counts() -> None:
     history = History()
     history.add(look(1.0, worker(emitted=100), requests=1000))

@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protos import types_pb2
 from tests.unit.deepseek_v4_tiny import Driver, make_batch, random_weights, tiny_config
 from tests.unit.tiny import Harness, config_for, request
-from worker import tiny_v4
+from worker import owners, tiny_v4
 from worker.batch import Batch
-from worker.ledger import worker_memory
 from worker.models import deepseek_v4_attention
 from worker.models.deepseek_v4_config import DeepseekV4Config, Yarn
 from worker.models.deepseek_v4_hyper import HyperWeights, Mixing, mixing, write_streams
@@ -424,7 +423,10 @@ def test_memory_is_told_of_both_groups_and_of_dequantised_weights(folder: Path) 
         "compressed": True,
     }
     model, settings = loaded
-    told = {use.owner: use.num_bytes for use in worker_memory(config_for(folder, **settings), model, "cpu:0").uses}
+    config = config_for(folder, **settings)
+    ledger = owners.begin(config)
+    owners.loaded(ledger, config, model)
+    told = {use.owner: use.num_bytes for use in owners.told(ledger, config, "cpu:0").uses}
     assert all(told[use.owner] == use.num_bytes > 0 for use in model.uses) and len(model.uses) == 3
 
 
