@@ -118,9 +118,12 @@ class Engine:
                 decode_graphs=config.decode_graphs,
             )
             self._held = SequenceKv(attachment, kv, on_gpu)
+            self.packing = on_gpu
             self._drafter = _drafter(config, model, kv)
         self.failed = threading.Event()
         self.failure: TailpackError | None = None
+        self.memory_grown_bytes = 0
+        """What the memory ledger's alarm says; set by who watches it."""
         self.device_failed = False
         """It stopped for that, and sequences are where they were: who holds the attachment abandons it."""
         self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
@@ -149,6 +152,11 @@ class Engine:
         self._counters = Load()
 
     # --- any thread ---
+
+    @property
+    def runner(self) -> ModelRunner:
+        """For the memory ledger: what it holds is made once, with the engine."""
+        return self._runner
 
     def warm_up(self) -> None:
         """Generates a token, before ``start``: kernels are loaded, memory is touched, and the path is proved whole.
@@ -323,6 +331,7 @@ class Engine:
         load.num_waiting = len(self._known) + num_unsaid - load.num_running
         load.queued_tokens += sum(s.num_uncomputed for s in self._inbox)
         load.without_store = self._attachment.is_away
+        load.memory_grown_bytes = self.memory_grown_bytes
         return load
 
     def _refusal(self, request: Request) -> TailpackError | None:
