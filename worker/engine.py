@@ -675,9 +675,10 @@ class Engine:
 
     def _leave_all(self, failure: TailpackError) -> None:
         """The device's end, which is this process's: all sequences are left as they are, to the next worker."""
-        for w in self._in_step or self._trials.of(self._running):
-            slot = (w.sequence if isinstance(w, Work) else w).slot
-            self._attachment.control.count_failure(slot)
+        in_step = [w.sequence for w in self._in_step] or self._trials.of(self._running)
+        for sequence in in_step:
+            if sequence in self._running:
+                self._attachment.control.count_failure(sequence.slot)
         with self._lock:
             self.failure = WorkerLost("the worker's device failed", reason="DEVICE_FAILED", given=str(failure))
             self.device_failed = self._stopping = True
