@@ -255,6 +255,19 @@ class Tensors:
         return tensor
 
 
+class _Shape(torch.Tensor):
+    """A tensor without values. torch's own way to join such brings sympy and more: seconds of a worker's start."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.cat:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if kwargs and "out" in kwargs:
+            return kwargs["out"]
+        (parts,) = args
+        return parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
+
+
 class Shapes:
     """As ``Tensors``, of tensors on torch's device "meta": nothing is read."""
 
@@ -273,9 +286,8 @@ class Shapes:
         if wanted is None:
             return None
         dtype = getattr(torch, wanted.held) if wanted.held else self._dtype
-        *rows, width = wanted.shape or (1,)
-        shape = (*rows, width * wanted.packed) if wanted.shape else ()
-        return torch.empty(shape, dtype=dtype, device="meta")
+        shape = (*wanted.shape[:-1], wanted.shape[-1] * wanted.packed) if wanted.packed > 1 else wanted.shape
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Shape)
 
 
 @contextmanager
