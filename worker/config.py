@@ -16,6 +16,8 @@ from protos.errors import ConfigError
 
 RETENTIONS = ("all", "checkpoints", "none")
 ADMISSIONS = ("worst_case", "recompute")
+FP8_BLOCK = "fp8_block"
+WEIGHTS = ("", FP8_BLOCK)
 DEFAULT_PRESET = "tq4"  # of mode turboquant, where none is named
 
 GPU = "cuda:"
@@ -51,6 +53,9 @@ class WorkerConfig:
         max_sequence_tokens: prompt and output together; 0 takes the model's.
         prefill_chunk: prompt tokens that one step may compute. In deterministic mode it counts in whole spans of 128
             tokens, at least one, and does not change any result.
+        step_time_budget_ms: how long a step with decode rows may take, so that a long prompt beside them does not stall
+            them: its chunk is cut to the time that is left, as measured in the steps before. 0: no limit; -1: two and a
+            half times what the decode rows take by themselves, with decode_graphs, else no limit.
         deterministic: results of a sequence do not depend on its batch mates (DESIGN.md 3.5).
         decode_graphs: decode rows run from CUDA graphs, sampling included. On a GPU, not with drafts; elsewhere it is
             refused. In deterministic mode they all run from one graph, of max_running rows; llama family only.
@@ -60,6 +65,9 @@ class WorkerConfig:
             it; the kvstore knows it by its UUID, so the next worker on the same GPU finds its memory.
         threads: of the tensor library; 0 takes one per core.
         kv_reattach_s: how long the worker waits for another kvstore when its own is gone. Then it ends.
+        weights: "fp8_block" quantises the products' weights as they are loaded, in blocks of 128 x 128, and keeps
+            nothing else of them: half the memory, and what a decode step of few rows reads. Llama family in bfloat16 on
+            a GPU, with decode_graphs, and in this process's own memory. Empty keeps them as they are.
         weights_arena: the kvstore holds the weights, so that the next life of this worker maps them instead of loading
             them, and workers of the same model on one host share them.
         adopt_grace_s: how long a sequence taken over from an earlier life of the worker goes on without its router;
@@ -83,12 +91,14 @@ class WorkerConfig:
     max_waiting: int = 1024
     max_sequence_tokens: int = 0
     prefill_chunk: int = 256
+    step_time_budget_ms: int = -1
     deterministic: bool = False
     decode_graphs: bool = False
     drafts: int = 0
     device: str = "cpu:0"
     threads: int = 0
     kv_reattach_s: int = 60
+    weights: str = ""
     weights_arena: bool = True
     adopt_grace_s: int = 60
 
@@ -123,6 +133,15 @@ class WorkerConfig:
                 allowed="a GPU, without drafts",
                 hint="leave decode_graphs out",
             )
+        _choice("weights", self.weights, WEIGHTS)
+        if self.weights and not (self.on_gpu and self.decode_graphs and not self.weights_arena):
+            raise ConfigError(
+                f"weights {self.weights} would not engage",
+                reason="WEIGHTS_NOT_ENGAGED",
+                given=f"device {self.device}, decode_graphs {self.decode_graphs}, weights_arena {self.weights_arena}",
+                allowed="a GPU, with decode_graphs, without weights_arena",
+                hint="add --decode-graphs --no-weights-arena, or leave --weights out",
+            )
         for name in ("name", "worker_id"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty", given="''", allowed="a name")
@@ -135,6 +154,7 @@ class WorkerConfig:
             ("max_waiting", 0, 1 << 20),
             ("max_sequence_tokens", 0, 1 << 24),
             ("prefill_chunk", 1, 1 << 20),
+            ("step_time_budget_ms", -1, 60_000),
             ("threads", 0, 1024),
             ("kv_reattach_s", 0, 3600),
             ("adopt_grace_s", 0, 3600),

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
@@ -44,7 +45,7 @@ from worker.lasting import KvMemory
 from worker.model_runner import ModelRunner, Step
 from worker.models.deepseek_v4 import DeepseekV4
 from worker.sampler import Draw, Drawn, sample
-from worker.scheduler import Work, schedule
+from worker.scheduler import TimeBudget, Work, schedule
 from worker.sequence import (
     Load,
     Output,
@@ -56,9 +57,10 @@ from worker.sequence import (
     finish_reason,
     validate,
 )
-from worker.sequence_kv import Kept, SequenceKv
+from worker.sequence_kv import Behind, Kept, NewPages, SequenceKv
 from worker.speculation import Drafter, accepted
-from worker.tracing import NoSpans
+from worker.step_time import PrefillTime
+from worker.tracing import NoSpans, NoStep, TracedStep
 from worker.trials import Trials
 from worker.waiting import Waiting
 from worker.weights import Model
@@ -68,7 +70,25 @@ log = structlog.get_logger("engine")
 IDLE_REPORT_S = 1.0
 GROWTH_TOKENS = 256
 """In admission "recompute" a sequence is promised this much more than it has, again and again."""
+STEP_OF_DECODE = 2.5
+"""A step with decode rows takes at most so much of what they take alone, where the config does not say."""
+FIRST_STEP_S = 0.05  # while that is not known
+DECODE_SHARE = 0.1  # of a step in the running mean
 WARM_UP = "warm-up"  # id of the first sequence of all
+
+
+@dataclass
+class _Flight:
+    """A step that was begun: ``begun`` is the number of a captured one, which may still run, or all of any other.
+
+    ``behind``: what was begun behind it.
+    """
+
+    work: list[Work]
+    new_pages: NewPages
+    traced: NoStep | TracedStep
+    begun: int | Step
+    behind: Behind | None = None
 
 
 class Engine:
@@ -122,10 +142,10 @@ class Engine:
             self._drafter = _drafter(config, model, kv)
         self.failed = threading.Event()
         self.failure: TailpackError | None = None
-        self.memory_grown_bytes = 0
-        """What the memory ledger's alarm says; set by who watches it."""
         self.device_failed = False
         """It stopped for that, and sequences are where they were: who holds the attachment abandons it."""
+        self.memory_grown_bytes = 0
+        """What the memory ledger's alarm says; set by who watches it."""
         self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
 
         # Shared with other threads, under the lock.
@@ -145,6 +165,9 @@ class Engine:
         self._waiting = Waiting()
         self._running: list[Sequence] = []  # oldest first
         self._ended = Ended(self._held)
+        self._flight: _Flight | None = None  # launched, and its tokens not read
+        self._prefill_time = PrefillTime()
+        self._decode_s = 0.0  # what decode rows take alone; 0: not known
         self._outputs: list[Output] = []
         self._admission_blocked = False  # the oldest waiting sequence was refused, and nothing has changed since
         self._in_step: list[Work] = []
@@ -392,43 +415,127 @@ class Engine:
         self._wake.wait(IDLE_REPORT_S)
 
     def step(self) -> None:
-        """One step of the engine. Called by the engine thread; tests call it instead of ``start``."""
+        """One step of the engine. Called by the engine thread; tests call it instead of ``start``.
+
+        While nothing but captured decode steps is to be done, the next one is launched before the tokens of this one
+        are read: the host works a step behind the GPU.
+        """
         began_ns = time.monotonic_ns()
         self._attachment.look_after()
-        self._take_inbox()
-        self._admit()
-        self._publish_load()
-        work = self._in_step = schedule(
+        flight, self._flight = self._flight, None
+        if flight is None:
+            self._take_inbox()
+            self._admit()
+            self._publish_load()
+            work = self._in_step = self._schedule()
+            flight = self._launch(work) if work else None
+            steady = False
+        else:
+            steady = True  # launched before this step began
+        if flight is not None:
+            self._in_step = flight.work
+            ahead = self._launch_ahead(flight)
+            self._land(flight)
+            if ahead is not None and not all(w.sequence.finished for w in ahead.work):
+                self._flight = ahead
+            self._counters.num_steps += 1
+            self._counters.last_step_ns = time.monotonic_ns() - began_ns
+            self._learn(flight.work, (time.monotonic_ns() - began_ns) / 1e9, steady or not self._config.decode_graphs)
+        self._in_step = []
+        self._publish()
+
+    def _learn(self, work: list[Work], seconds: float, whole: bool) -> None:
+        """From how long a step took. ``whole``: the time is all that it took, if it decoded alone."""
+        chunks = [(w.start, w.count) for w in work if w.count > 1 + w.num_drafts]
+        decoded = len(chunks) < len(work)
+        if decoded and not chunks and whole:
+            self._decode_s += DECODE_SHARE * (seconds - self._decode_s) if self._decode_s else seconds
+        elif chunks and (self._decode_s or not decoded):
+            self._prefill_time.observe(chunks, seconds - decoded * self._decode_s)
+
+    def _time_budget(self) -> TimeBudget | None:
+        budget_s = self._config.step_time_budget_ms / 1e3
+        if budget_s < 0 and self._config.decode_graphs:
+            budget_s = STEP_OF_DECODE * self._decode_s or FIRST_STEP_S
+        return TimeBudget(budget_s - self._decode_s, self._prefill_time) if budget_s > 0 else None
+
+    def _schedule(self) -> list[Work]:
+        work = schedule(
             self._trials.of(self._running),
             prefill_budget=self._config.prefill_chunk,
             deterministic=self._config.deterministic,
             one_span=self._config.deterministic and (self._held.has_tails or self._drafter is not None),
+            time_budget=self._time_budget(),
         )
-        if self._config.admission == "recompute":
-            work = self._grow(work)
-        if work:
-            new_pages = self._held.reserve(work)
-            self._mark_first_run(work)
-            traced = self._spans.step(work, self._held.kv.counters)
-            step = self._runner.run(work)
-            traced.mark("forward")
-            said = self._sample(work, step)
-            traced.mark("sample")
-            if self._drafter is not None:
-                self._drafter.follow(work, step, said)
-                traced.mark("draft")
-            kept = self._held.keep_rows(work, step, new_pages)
-            traced.mark("seal")
-            ends = self._commit(work, said, kept)
-            self._held.publish(work, kept)
-            traced.end()
-            self._say(ends)
-            if self._drafter is not None:
-                self._drafter.propose()
-            self._counters.num_steps += 1
-            self._counters.last_step_ns = time.monotonic_ns() - began_ns
-        self._in_step = []
-        self._publish()
+        return self._grow(work) if self._config.admission == "recompute" else work
+
+    def _launch(self, work: list[Work]) -> _Flight:
+        """Begins a step: its pages are there, and its rows are being computed, or are computed already."""
+        new_pages = self._held.reserve(work)
+        self._mark_first_run(work)
+        traced = self._spans.step(work, self._held.kv.counters)
+        begun = self._runner.launch(work) if self._runner.launches(work) else self._runner.run(work)
+        return _Flight(work, new_pages, traced, begun)
+
+    def _launch_ahead(self, flight: _Flight) -> _Flight | None:
+        """Begins the step after one that is not read yet; None where something else is to be done before.
+
+        What ends with a token that nobody has seen is computed once too often: that row is dropped.
+        """
+        if isinstance(flight.begun, Step) or self._has_news() or self._may_admit():
+            return None
+        flying = [w for w in flight.work if not w.sequence.finished]
+        if len(flying) < len(self._running):
+            return None
+        flight.behind = self._held.seal_behind(flying, flight.new_pages)
+        work = [Work(w.sequence, w.end, 1) for w in flying if w.end + 1 < w.sequence.max_total_tokens]
+        grows = self._config.admission == "recompute" and any(w.end > w.sequence.num_promised for w in work)
+        if flight.behind is None or not work or grows or self._runner.spreads(len(work)):
+            return None
+        return self._launch(work) if self._held.can_go_on(work, flight.behind) else None
+
+    def _has_news(self) -> bool:
+        with self._lock:
+            return bool(
+                self._inbox or self._to_abort or self._to_let_go or self._refusals or self._stop_error or self._stopping
+            )
+
+    def _may_admit(self) -> bool:
+        return bool(self._waiting) and len(self._running) < self._config.max_running and not self._admission_blocked
+
+    def _land(self, flight: _Flight) -> None:
+        """Ends a step: rows are kept, tokens are logged, lengths committed, pages published, and then all is said."""
+        begun, traced = flight.begun, flight.traced
+        step = begun if isinstance(begun, Step) else self._runner.drawn(flight.work, begun)
+        traced.mark("forward")
+        work = [w for w in flight.work if not w.sequence.finished]
+        if len(work) < len(flight.work):  # some ended with the step before, captured rows all
+            step = replace(step, workspace_rows=(-1,) * len(work))
+        said = self._sample(work, step)
+        traced.mark("sample")
+        if self._drafter is not None:
+            self._drafter.follow(work, step, said)
+            traced.mark("draft")
+        behind = flight.behind
+        if behind is None and not isinstance(begun, Step):
+            behind = self._held.seal_behind(work, flight.new_pages)
+        if behind is None:
+            kept = self._held.keep_rows(work, step, flight.new_pages)
+        else:
+            kept = self._held.keep_behind(work, step, behind)
+        traced.mark("seal")
+        ends = self._commit(work, said, kept)
+        self._held.publish(work, kept)
+        traced.end()
+        self._say(ends)
+        if self._drafter is not None:
+            self._drafter.propose()
+
+    def _land_early(self) -> None:
+        """Before a sequence is cut or forked, which a step may still compute."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
 
     def _take_inbox(self) -> None:
         self._wake.clear()
@@ -612,6 +719,8 @@ class Engine:
                 allowed=f"{least} or more",
                 hint="submit the shorter prompt as a request of its own; what is cached of it is reused",
             )
+        self._land_early()
+        self._demand_running(sequence)
         return self._held.truncate(sequence, num_tokens, next_token)
 
     def fork(self, sequence: Sequence, request_id: str) -> Sequence | None:
@@ -623,6 +732,8 @@ class Engine:
         with self._lock:
             if request_id in self._known:
                 raise _duplicate(request_id)
+        self._land_early()
+        self._demand_running(sequence)
         if len(self._running) >= self._config.max_running:
             return None
         self._make_slot()
@@ -634,6 +745,15 @@ class Engine:
                 self._known[request_id] = child
             self._running.append(child)
         return child
+
+    def _demand_running(self, sequence: Sequence) -> None:
+        if sequence.finished:
+            raise PreconditionFailed(
+                "the sequence has ended",
+                reason="SEQUENCE_ENDED",
+                given=sequence.request.request_id,
+                allowed="one that runs",
+            )
 
     def _finish(
         self,

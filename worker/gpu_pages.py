@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from kernels import loader
+from kernels.page_sums import checksum_keys, page_sums
 from kernels.pages_cuda import (
     NO_BAD_ROW,
     PageGroup,
@@ -40,7 +41,7 @@ _WORDS = (1 << 64) - 1  # checksums are unsigned, torch's integers are not
 
 @dataclass(frozen=True)
 class Sealing:
-    """Pages that are being packed on the device."""
+    """Pages that are being packed on the device, or only summed up: then ``pages`` is empty."""
 
     pages: tuple[PageRows, ...]
     _results: torch.Tensor  # i64, in host memory once ``_done``: a checksum a page, then the flag of a bad row
@@ -79,6 +80,8 @@ class GpuPages:
                 views = [view for view in kv.by_group[group.name] if view.packed is not None]
                 self._views[group.name] = views
                 self._groups[group.name] = page_group(kv.page_bytes(group.name), _sources(group, views))
+        self._dense = {g.name: kv.page_bytes(g.name) for g in kv.geometry.groups if g.has_pages and not g.packed}
+        self._keys: dict[int, torch.Tensor] = {}  # by bytes of a page
 
     def packs(self, group: str) -> bool:
         """Whether the kernels pack and unpack this group's pages."""
@@ -88,17 +91,12 @@ class GpuPages:
         """Loads the kernels, compiling what no archive has: seconds, before the worker reports ready."""
         for group in self._groups.values():
             loader.load(group.cell, group.arena.device.index or 0)
-
-    def seal(self, group: str, pages: Sequence[PageRows], workspace: Workspace) -> list[int]:
-        """Packs the pages' rows out of tails and workspace; returns the pages' checksums.
-
-        Raises:
-            RowError: a row is not finite. Then the pages are not to be used.
-        """
-        return self.start_seal(group, pages, workspace).checksums()
+        for arena in self._dense.values():
+            self._keys[arena.shape[1]] = checksum_keys(arena.shape[1], arena.device)
 
     def start_seal(self, group: str, pages: Sequence[PageRows], workspace: Workspace | None = None) -> Sealing:
-        """As ``seal``, without waiting: what is launched next on this stream finds the pages packed.
+        """Packs the pages' rows out of tails and workspace. Does not wait: what is launched next on this stream finds
+        the pages packed.
 
         ``workspace`` None: all rows are in tails.
         """
@@ -114,11 +112,13 @@ class GpuPages:
         results[-1] = NO_BAD_ROW
         results = _on(results, device)
         seal_pages(due, _table(due, pages, seal=True), results[:-1], results[-1:])
-        if device.type != "cuda":
-            return Sealing(tuple(pages), results, None)
-        told = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-        told.copy_(results, non_blocking=True)
-        return Sealing(tuple(pages), told, _event_behind(device))
+        return _told(tuple(pages), results)
+
+    def start_sums(self, group: str, pages: Sequence[int]) -> Sealing:
+        """The checksums of a dense group's pages, when what was launched before is done. Does not wait."""
+        arena = self._dense[group]
+        sums = page_sums(arena, pages, self._keys[arena.shape[1]])
+        return _told((), torch.cat((sums, sums.new_full((1,), NO_BAD_ROW))))
 
     def refill(self, group: str, pages: Sequence[PageRows]) -> None:
         """Unpacks tokens [begin, end) of the pages into the tail rings that they name."""
@@ -130,6 +130,15 @@ def _table(group: PageGroup, pages: Sequence[PageRows], *, seal: bool = False) -
     if any(page.page < 0 for page in pages):  # which the kernels would skip without a word
         raise InternalError("rows of a page that is not held", given=[page.page for page in pages], allowed="0 or more")
     return _on(page_table(group, pages, seal=seal), group.arena.device)
+
+
+def _told(pages: tuple[PageRows, ...], results: torch.Tensor) -> Sealing:
+    """``results`` as they will be in host memory."""
+    if not results.is_cuda:
+        return Sealing(pages, results, None)
+    told = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+    told.copy_(results, non_blocking=True)
+    return Sealing(pages, told, _event_behind(results.device))
 
 
 def _event_behind(device: torch.device) -> torch.cuda.Event:

@@ -15,7 +15,7 @@ from kernels.page_codec import RegionRows, copy_records, pack_pages
 from kernels.pages_cuda import PageRows
 from kvstore.client import NewPage, PageCopy, Refill, Relinked, Split, TailCopy, page_checksum
 from protos.page_hash import PAGE_TOKENS
-from worker.gpu_pages import GpuPages
+from worker.gpu_pages import GpuPages, Sealing
 from worker.kv_view import KvView, RegionView, Workspace, place_of
 
 
@@ -76,21 +76,44 @@ def refill_tails(kv: KvView, refills: Iterable[Refill], reason: str, on_gpu: Gpu
             _to_ring(view, refill.tail_slot, refill.first_token // view.region.ratio, rows)
 
 
-def pack(
-    kv: KvView, jobs: Sequence[SealJob], workspace: Workspace, on_gpu: GpuPages | None = None
-) -> dict[tuple[str, int], int]:
+@dataclass(frozen=True)
+class Packing:
+    """Pages whose checksums are known, and those that a GPU is still at."""
+
+    known: dict[tuple[str, int], int]
+    _under_way: list[tuple[str, Sequence[int], Sealing]]
+
+    def checksums(self) -> dict[tuple[str, int], int]:
+        """(group, page id) -> checksum of each. Waits for the GPU, as far as that. Raises what ``Sealing`` does."""
+        for group, pages, sealing in self._under_way:
+            self.known.update(zip(((group, page) for page in pages), sealing.checksums(), strict=True))
+        self._under_way.clear()
+        return self.known
+
+    def sum_pages(self, on_gpu: GpuPages, group: str, pages: Sequence[int]) -> None:
+        """Dense pages, too, once what was asked of the GPU before is done."""
+        self._under_way.append((group, pages, on_gpu.start_sums(group, pages)))
+
+
+def pack(kv: KvView, jobs: Sequence[SealJob], workspace: Workspace | None, on_gpu: GpuPages | None = None) -> Packing:
     """Packs every page that is due, all sequences and all layers of a group in one call of the codec.
 
-    Returns:
-        (group, page id) -> checksum of each page that was written.
+    Does not wait for a GPU's kernels.
+
+    Args:
+        workspace: None: all rows are in tails.
     """
     began_ns = time.perf_counter_ns()
     checksums: dict[tuple[str, int], int] = {}
+    under_way: list[tuple[str, Sequence[int], Sealing]] = []
     for group, views in kv.by_group.items():
         due = [(job, page) for job in jobs if job.rows.group == group for page in job.pages]
-        if on_gpu is not None and on_gpu.packs(group):
-            checksums |= _pack_on_gpu(kv, on_gpu, group, due, workspace)
+        if not due:
             continue
+        if on_gpu is not None and on_gpu.packs(group):
+            under_way += _pack_on_gpu(kv, on_gpu, group, due, workspace)
+            continue
+        workspace = workspace or Workspace()
         fresh = [(job, page) for job, page in due if page.source is None]
         if fresh:
             _pack_rows(views, fresh, workspace)
@@ -103,7 +126,7 @@ def pack(
                 kv.counters.pages_packed += 1
                 checksums[group, page.page_id] = page_checksum(kv.page_memory(group, page.page_id))
     kv.counters.seal_ns += time.perf_counter_ns() - began_ns
-    return checksums
+    return Packing(checksums, under_way)
 
 
 def fill_tails(kv: KvView, kept: Iterable[tuple[SpanRows, int]], workspace: Workspace) -> None:
@@ -128,8 +151,8 @@ def fill_tails(kv: KvView, kept: Iterable[tuple[SpanRows, int]], workspace: Work
 
 
 def _pack_on_gpu(
-    kv: KvView, on_gpu: GpuPages, group: str, due: Sequence[tuple[SealJob, NewPage]], workspace: Workspace
-) -> dict[tuple[str, int], int]:
+    kv: KvView, on_gpu: GpuPages, group: str, due: Sequence[tuple[SealJob, NewPage]], workspace: Workspace | None
+) -> list[tuple[str, Sequence[int], Sealing]]:
     """As ``pack``, of one group."""
     written: list[tuple[int, PageRows]] = []
     for job, page in due:
@@ -144,10 +167,10 @@ def _pack_on_gpu(
                 arena[page.page_id] = arena[page.source.from_page]
         written.append((page.page_id, _page_rows_of(job.rows, page, kept)))
     if not written:
-        return {}
+        return []
     kv.counters.pages_packed += len(written)
-    checksums = on_gpu.seal(group, [rows for _, rows in written], workspace)
-    return {(group, page_id): checksum for (page_id, _), checksum in zip(written, checksums, strict=True)}
+    sealing = on_gpu.start_seal(group, [rows for _, rows in written], workspace)
+    return [(group, [page_id for page_id, _ in written], sealing)]
 
 
 def _page_rows_of(span: SpanRows, page: NewPage, kept: int) -> PageRows:

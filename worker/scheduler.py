@@ -1,16 +1,19 @@
 """Decides what a step computes. Pure: no clock, no I/O, no tensors.
 
 Every running sequence that has one token to compute gets its row in every step. Prompt tokens, oldest sequence first,
-fill what the step's budget leaves; a long prompt is cut into chunks, so running sequences never wait for a whole one.
+fill what the step's budget leaves, of tokens and, where others decode, of time; a long prompt is cut into chunks, so
+running sequences never wait for a whole one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from worker.batch import GRID_TOKENS
 from worker.sequence import Sequence
+from worker.step_time import LEAST_TOKENS, PrefillTime
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,20 @@ class Work:
         return self.certain_end == len(self.sequence.token_ids)
 
 
+class TimeBudget(NamedTuple):
+    """For prompt tokens in a step in which others decode: ``seconds``, and what tokens take."""
+
+    seconds: float
+    takes: PrefillTime
+
+
 def schedule(
-    running: Iterable[Sequence], *, prefill_budget: int, deterministic: bool, one_span: bool = False
+    running: Iterable[Sequence],
+    *,
+    prefill_budget: int,
+    deterministic: bool,
+    one_span: bool = False,
+    time_budget: TimeBudget | None = None,
 ) -> list[Work]:
     """The step's work, in the order of ``running`` (oldest first); every sequence appears at most once.
 
@@ -58,13 +73,17 @@ def schedule(
         one_span: at most one span of the grid a sequence and step. Deterministic mode needs it where a group has a
             tail: a step's rows reach the ring after all of its spans, and what a span reads packed follows from where
             the step starts.
+        time_budget: None: there is none. It never goes below LEAST_TOKENS, or a span of the grid.
     """
+    running = list(running)
     work: list[Work] = []
     left = prefill_budget
     prefilled = False
+    chunks: list[tuple[int, int]] = []
+    if not any(_decodes(sequence, deterministic) for sequence in running):
+        time_budget = None  # nobody waits for the step
     for sequence in running:
-        replaying = deterministic and sequence.num_computed >= sequence.num_prompt
-        if replaying or sequence.num_uncomputed == 1:
+        if _decodes(sequence, deterministic):
             num_drafts = len(sequence.drafts) if sequence.num_uncomputed == 1 else 0
             work.append(Work(sequence, sequence.num_computed, 1 + num_drafts, num_drafts))
             continue
@@ -76,12 +95,22 @@ def schedule(
         if start < sequence.junction < start + remaining:  # on the grid; a checkpoint is taken there
             remaining = sequence.junction - start
         count = min(remaining, left)
+        if time_budget is not None:
+            least = 0 if prefilled else min(count, LEAST_TOKENS)
+            count = max(least, min(count, time_budget.takes.most_tokens(chunks, start, time_budget.seconds)))
         if deterministic and count < remaining:
             count = max(0, (start + count) // GRID_TOKENS * GRID_TOKENS - start)
             if count == 0 and not prefilled:
                 count = min(remaining, to_grid)
         if count > 0:
             work.append(Work(sequence, start, count))
+            chunks.append((start, count))
             left = max(0, left - count)
             prefilled = True
     return work
+
+
+def _decodes(sequence: Sequence, deterministic: bool) -> bool:
+    """Whether the sequence's next token is a row by itself."""
+    replaying = deterministic and sequence.num_computed >= sequence.num_prompt
+    return replaying or sequence.num_uncomputed == 1

@@ -8,7 +8,7 @@ answer, too, which the next call says are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import structlog
@@ -22,7 +22,7 @@ from worker import kv_moves
 from worker.adoption import Adoption
 from worker.due import base_after, needs_pages, seals, worst_pages
 from worker.gpu_pages import GpuPages
-from worker.kv_moves import SealJob, SpanRows
+from worker.kv_moves import Packing, SealJob, SpanRows
 from worker.kv_view import KvView
 from worker.lasting import KvCalls
 from worker.model_runner import Step
@@ -52,6 +52,18 @@ class Kept:
     certain: list[int]
     late: dict[int, list[tuple[SpanRows, int]]]  # by slot
     step: Step
+    moved: Set[Seq] = frozenset()  # what ``seal_behind`` told the bases of
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What is done behind a captured step, on its stream: pages that are packed (by slot: of tokens below which) and
+    dense ones that are summed up.
+    """
+
+    packing: Packing
+    packed: dict[int, int]
+    moved: Set[Seq]
 
 
 class SequenceKv:
@@ -239,12 +251,64 @@ class SequenceKv:
                     (late.setdefault(w.sequence.slot, []) if laps else soon).append(
                         (rows, base_after(self._geometry, group, base, w.end, 1))
                     )
-        checksums = kv_moves.pack(self.kv, jobs, step.workspace, self._on_gpu)
+        packing = kv_moves.pack(self.kv, jobs, step.workspace, self._on_gpu)
         kv_moves.fill_tails(self.kv, soon, step.workspace)
+        checksums = packing.checksums()
         self.kv.settle()
         for slot, num_tokens in packed.items():
             control.mark_packed(slot, num_tokens)
         return Kept(checksums, [w.certain_end for w in work], late, step)
+
+    def seal_behind(self, work: Sequence[Work], new_pages: NewPages) -> Behind | None:
+        """Begins what is due once a captured step is done, which was launched and may still run: packs pages out of
+        tails, and sums up dense pages that are whole. Moves the sequences' bases and page tables, so that the next step
+        reads what is packed; the store is told by ``publish``, once ``keep_behind`` has seen it done.
+
+        Returns:
+            None, and begins nothing, where PyTorch packs a page that is due: that would wait for the step.
+        """
+        jobs: list[SealJob] = []
+        packed: dict[int, int] = {}
+        whole: dict[str, list[int]] = {}
+        due: list[tuple[Seq, LayerGroup, int]] = []
+        for w in work:
+            for group in self._geometry.groups:
+                base = w.sequence.bases[group.name]
+                after = base_after(self._geometry, group, base, w.end, 1)
+                if after == base:
+                    continue
+                if group.packed:
+                    if self._on_gpu is None or not self._on_gpu.packs(group.name):
+                        return None
+                    due.append((w.sequence, group, after))
+                    if pages := new_pages.get(w.sequence.slot, {}).get(group.name):
+                        rows = SpanRows(group.name, w.sequence.tail_slots[group.name], w.start, w.count, -1)
+                        jobs.append(SealJob(rows, pages))
+                        packed[w.sequence.slot] = w.end
+                elif group.mode == "dense":
+                    pages_of = w.sequence.pages[group.name]
+                    whole.setdefault(group.name, []).extend(pages_of[base // PAGE_TOKENS : after // PAGE_TOKENS])
+        packing = kv_moves.pack(self.kv, jobs, None, self._on_gpu)
+        for name, pages_whole in whole.items():
+            if self._on_gpu is not None:
+                packing.sum_pages(self._on_gpu, name, pages_whole)
+        for sequence, group, after in due:
+            new = {page.index: page.page_id for page in new_pages.get(sequence.slot, {}).get(group.name, ())}
+            first = sequence.bases[group.name] // PAGE_TOKENS
+            sequence.pages[group.name] += [new.get(index, -1) for index in range(first, after // PAGE_TOKENS)]
+            sequence.bases[group.name] = after
+        return Behind(packing, packed, {sequence for sequence, *_ in due})
+
+    def keep_behind(self, work: Sequence[Work], step: Step, behind: Behind) -> Kept:
+        """As ``keep_rows``, of a captured step that is done. Waits for what was begun behind it, no longer."""
+        checksums = behind.packing.checksums()
+        for slot, num_tokens in behind.packed.items():
+            self._attachment.control.mark_packed(slot, num_tokens)
+        return Kept(checksums, [w.certain_end for w in work], {}, step, behind.moved)
+
+    def can_go_on(self, work: Sequence[Work], behind: Behind) -> bool:
+        """Whether ``reserve`` may be asked for the step after ``behind``, before the store is told of it."""
+        return not any(needs_pages(self._geometry, w.sequence, w.end, 1) for w in work if w.sequence in behind.moved)
 
     def commit(self, committed: Seq, kept: Kept) -> None:
         """Declares that the rows of a sequence's computed tokens are written, and writes those that had to wait.
@@ -272,7 +336,7 @@ class SequenceKv:
         due = [
             (w.sequence, num_tokens)
             for w, num_tokens in zip(work, kept.certain, strict=True)
-            if seals(self._geometry, w.sequence, num_tokens, 1)
+            if w.sequence in kept.moved or seals(self._geometry, w.sequence, num_tokens, 1)
         ]
         self._seal(due, kept.checksums)
         for w in work if self._tailed else ():
@@ -285,16 +349,30 @@ class SequenceKv:
         """``due``: a sequence and the tokens that it may be sealed at."""
         if not due:
             return
-        for each, num_tokens in due:
-            for group in self._geometry.groups:
-                if group.mode == "dense":
-                    first = each.bases[group.name] // PAGE_TOKENS
-                    for page in each.pages[group.name][first : num_tokens // PAGE_TOKENS]:
-                        checksums[group.name, page] = page_checksum(self.kv.page_memory(group.name, page))
+        for group in self._geometry.groups:
+            if group.mode == "dense":
+                pages = [
+                    page
+                    for each, num_tokens in due
+                    for page in each.pages[group.name][
+                        each.bases[group.name] // PAGE_TOKENS : num_tokens // PAGE_TOKENS
+                    ]
+                    if (group.name, page) not in checksums
+                ]
+                checksums |= self._sums(group.name, pages)
         result = self._attachment.seal([(each.slot, num_tokens, 1) for each, num_tokens in due], checksums)
         for each, _ in due:
             each.bases.update(result.bases[each.slot])
             self._read_pages(each, self._packed)
+
+    def _sums(self, group: str, pages: Sequence[int]) -> dict[tuple[str, int], int]:
+        """Checksums of dense pages. Waits for the GPU."""
+        if self._on_gpu is None:
+            return {(group, page): page_checksum(self.kv.page_memory(group, page)) for page in pages}
+        if not pages:
+            return {}
+        sums = self._on_gpu.start_sums(group, pages).checksums()
+        return {(group, page): checksum for page, checksum in zip(pages, sums, strict=True)}
 
     def _keep_tails(self, kept: Seq, kind: str) -> None:
         """Asks for a checkpoint of what is computed: copies of its tails, and of open pages beside them."""

@@ -88,7 +88,7 @@ class Eager:
                     continue
                 page = self.cache.tables[group.name][row][base // PAGE_TOKENS]
                 rows_of_page = PageRows(page, base, self.cache.slots(row)[group.name], PAGE_TOKENS)
-                self.pages.seal(group.name, [rows_of_page], workspace)
+                self.pages.start_seal(group.name, [rows_of_page], workspace).checksums()
                 self.bases[row][group.name] = base + PAGE_TOKENS
 
 

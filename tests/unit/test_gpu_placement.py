@@ -137,7 +137,7 @@ def test_a_step_leaves_nothing_on_the_cpu(
         for name in packed:
             pages.refill(name, [PageRows(1, 0, 2, 128, begin=0, end=100)])
             with suppress(NotImplementedError):  # checksums come back to the host: there are none
-                pages.seal(name, [PageRows(1, 384, 1, 6, 0)], workspace)
+                pages.start_seal(name, [PageRows(1, 384, 1, 6, 0)], workspace).checksums()
     layers = len({region.layer for group in geometry.groups if group.packed for region in group.regions})
     assert launched == [1] * layers + [1, 0] * len(packed)
 

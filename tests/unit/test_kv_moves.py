@@ -78,7 +78,7 @@ class Store:
                     view.ring(self.slot, row, 1)[0][0] = rows[row]
         control.commit(self.slot, end)
         job = SealJob(SpanRows("g", self.slot, first, end - first, -1), new)
-        checksums = {} if dense else kv_moves.pack(self.kv, [job], NO_WORKSPACE, self.on_gpu)
+        checksums = {} if dense else kv_moves.pack(self.kv, [job], NO_WORKSPACE, self.on_gpu).checksums()
         self.checksums |= checksums
         self.take(self.attachment.seal([(self.slot, end, 1)], checksums).bases[self.slot])
 

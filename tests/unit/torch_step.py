@@ -25,8 +25,7 @@ from worker.sequence import Sampling
 class TorchLayers:
     """In place of ``worker.decode_layers.DecodeLayers``."""
 
-    fp8 = False
-    weight_bytes = buffer_bytes = 0
+    buffer_bytes = 0
 
     def __init__(self, network: Llama, kv: KvView, state: DecodeState, attention: GpuAttention, **options: Any) -> None:
         self._network, self._kv, self._state, self._attend = network, kv, state, attention
