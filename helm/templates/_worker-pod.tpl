@@ -129,6 +129,12 @@ containers:
       {{- if $group.deterministic }}
       - --deterministic
       {{- end }}
+      {{- if $group.standby }}
+      - --standby
+      {{- end }}
+      {{- if not $group.weightsArena }}
+      - --no-weights-arena
+      {{- end }}
       - --drain-s={{ int $root.Values.longestStreamSeconds }}
       {{- include "tailpack.lines" (list (include "tailpack.serverTlsArgs" $root) 6) }}
       {{- if include "tailpack.tls" $root }}
