@@ -65,6 +65,7 @@ class LinearArgs(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("stages", ctypes.c_int32),
         ("x_bytes", ctypes.c_int32),
+        ("in_flight", ctypes.c_int32),
     )
 
 
@@ -93,12 +94,13 @@ class LinearWeight:
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, K] of any float dtype, both multiples of 128, as e4m3 codes and f32 scales of blocks of 128 x 128
+    """[N, K] of any float dtype, K a multiple of 128, as e4m3 codes and f32 scales of blocks of 128 x 128
     (DeepSeek-V3 report, section 3.3): code = value * 448 / largest of the block."""
     n, k = weight.shape
-    blocks = weight.float().view(n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+    rows = -(-n // BLOCK)
+    blocks = F.pad(weight.float(), (0, 0, 0, rows * BLOCK - n)).view(rows, BLOCK, k // BLOCK, BLOCK)
     scales = blocks.abs().amax((1, 3)).clamp(min=1e-12) / 448.0
-    codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(n, k)
+    codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(-1, k)[:n].contiguous()
     return codes, scales
 
 
@@ -108,6 +110,17 @@ def dequantized(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Te
         return weight
     wide = scales.repeat_interleave(BLOCK, 0)[: weight.shape[0]].repeat_interleave(BLOCK, 1)
     return (weight.float() * wide).to(dtype)
+
+
+def most_rows(ks: Sequence[int], arch: str, tiling: LinearTiling = LINEAR_TILING) -> int:
+    """Rows of a call, so that those of each of these K, normed, fit into shared memory: 0 to 8."""
+    for rows in range(MAX_ROWS, 0, -1):
+        try:
+            shared_plan(rows, [(k, True) for k in ks], arch, tiling)
+        except ArgumentError:
+            continue
+        return rows
+    return 0
 
 
 def linear_few(
@@ -255,6 +268,7 @@ class LinearChain:
             self._set_product(to, call, link.linear.gated, rows)
         arguments.rows = rows
         arguments.stages, arguments.x_bytes, _ = self.plans[rows]
+        arguments.in_flight = min(self.tiling.in_flight, arguments.stages)
 
     def _set_product(self, to: ProductArgs, call: LinkCall, gated: bool, rows: int) -> None:
         if call.residual is not None and gated:

@@ -14,13 +14,14 @@ STEP_KERNELS = ("begin", "embed", "norm", "rope", "swiglu")
 
 class LinearTiling(NamedTuple):
     """warps: that share a stage's values of k. producers: warps that start copies. row_bytes: of a stage, of each of
-    its 16 weight rows. bulk: by bulk copies, where the arch has them. max_stages: of the ring; fewer where shared
-    memory ends before."""
+    its 16 weight rows. bulk: by bulk copies, where the arch has them. in_flight: stages under way at most.
+    max_stages: of the ring; fewer where shared memory ends before."""
 
     warps: int = 8
     producers: int = 4
     row_bytes: int = 2048
     bulk: bool = True
+    in_flight: int = 16
     max_stages: int = 16
 
     @property
@@ -41,7 +42,7 @@ def linear_shared_bytes(stages: int, x_bytes: int, tiling: LinearTiling) -> int:
 def linear_cell(row_type: str, *, fp8: bool, tiling: LinearTiling = LINEAR_TILING) -> Cell:
     """x W^T of up to eight rows (csrc/linear_few.cuh). fp8: weights are e4m3 with a scale a block of 128 x 128."""
     cut = f"w{tiling.warps}p{tiling.producers}b{tiling.row_bytes}{'' if tiling.bulk else 'l'}"
-    own = [cut] if tiling._replace(max_stages=LINEAR_TILING.max_stages) != LINEAR_TILING else []
+    own = [cut] if tiling[:4] != LINEAR_TILING[:4] else []
     variant = "-".join([row_type, *(["fp8"] if fp8 else []), *own])
     kernel = f"linear_{variant.replace('-', '_')}"
     defines = {

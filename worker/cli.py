@@ -23,7 +23,7 @@ from protos.health import health_option
 from protos.metrics import OFF
 from protos.tls import ServerCertificate
 from protos.tls_options import server_tls, server_tls_options
-from worker.config import ADMISSIONS, DEFAULT_PRESET, RETENTIONS, default_dtype
+from worker.config import ADMISSIONS, DEFAULT_PRESET, FP8_BLOCK, RETENTIONS, default_dtype
 
 # Choices as the help shows them; WorkerConfig refuses any other.
 _DTYPES = f"[{'|'.join(('auto', *ITEM_BYTES))}]"
@@ -86,6 +86,12 @@ standby_option = advanced_option(
     default=False,
     show_default=True,
     help="A second, warm process a worker, which takes over when it dies.",
+)
+weights_option = advanced_option(
+    "--weights",
+    default="",
+    metavar=FP8_BLOCK,
+    help="On GPUs, llama family: hold weights in FP8 blocks only; not measured in service yet.",
 )
 weights_arena_option = advanced_option(
     "--weights-arena/--no-weights-arena",
@@ -164,6 +170,7 @@ weights_arena_option = advanced_option(
 )
 @server_tls_options
 @standby_option
+@weights_option
 @weights_arena_option
 @advanced_option(
     "--recover-wait",
@@ -290,6 +297,7 @@ def one_worker_options(command: Any) -> Any:
         advanced_option(
             "--kv-reattach-s", default=60, show_default=True, help="How long to wait for another kvstore if it dies."
         ),
+        weights_option,
         weights_arena_option,
         advanced_option(
             "--adopt-grace-s",

@@ -72,6 +72,7 @@ class ClusterConfig:
     tokens: Path | None = None
     tls: ServerTls | None = None
     no_restart: bool = False
+    weights: str = ""
     weights_arena: bool = True
     standby: bool = False
     recover_wait_s: float | None = None
@@ -156,6 +157,7 @@ class ClusterConfig:
             "prefill_chunk": self.prefill_chunk,
             "deterministic": self.deterministic,
             "decode_graphs": self.decode_graphs,
+            "weights": self.weights,
             "weights_arena": self.weights_arena,
             "device": self.gpus[index].device if self.gpus else f"cpu:{index}",
             "threads": self.threads or max(1, cores // self.workers),

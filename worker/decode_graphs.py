@@ -41,9 +41,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """Bytes on the device by owner: ``weights`` are copies beside the model's own; ``pool`` is the graphs'."""
+    """Bytes on the device by owner; ``pool`` is the graphs'."""
 
-    weights: int
     state: int
     buffers: int
     pool: int
@@ -56,7 +55,7 @@ class DecodeGraphs:
         attention: of ``kv``, on the GPU; None for DeepSeek-V4, which attends by PyTorch.
         max_sequences, max_sequence_tokens: the largest step.
         buckets: numbers of rows to capture, those above ``max_sequences`` left out, that itself added.
-        few_rows, fp8: see ``DecodeLayers``; of the llama family alone.
+        few_rows: see ``DecodeLayers``; of the llama family alone.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class DecodeGraphs:
         max_sequence_tokens: int,
         buckets: Sequence[int] = BUCKETS,
         few_rows: int = MAX_ROWS,
-        fp8: bool = False,
     ) -> None:
         self._device = network.device
         self.buckets = tuple(sorted({*(b for b in buckets if b < max_sequences), max_sequences}))
@@ -80,7 +78,7 @@ class DecodeGraphs:
             self.layers = V4DecodeLayers(network, kv, self.state)
         else:
             assert attention is not None
-            self.layers = DecodeLayers(network, kv, self.state, attention, few_rows=few_rows, fp8=fp8)
+            self.layers = DecodeLayers(network, kv, self.state, attention, few_rows=few_rows)
         self._replays: dict[tuple[int, int], Replay] = {}
         self._ahead: dict[int, int] = {}  # by row: by how much its tokens at a step exceed the step's number, at most
         self._rows: dict[int, int] = {}  # of the steps whose tokens are kept
@@ -99,6 +97,8 @@ class DecodeGraphs:
         self.layers.load()
         on_gpu = self._device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        if on_gpu:
+            torch.cuda.empty_cache()  # as a capture does
         before = torch.cuda.memory_reserved(self._device) if on_gpu else 0
         kinds = [(rows, reach) for rows in reversed(self.buckets) for reach in reversed(self.layers.reaches)]
         for number, kind in enumerate(kinds, 1):
@@ -113,8 +113,7 @@ class DecodeGraphs:
 
     @property
     def memory(self) -> GraphMemory:
-        own_weights = self.layers.weight_bytes if self.layers.fp8 else 0
-        return GraphMemory(own_weights, self.state.num_bytes, self.layers.buffer_bytes, self._pool_bytes)
+        return GraphMemory(self.state.num_bytes, self.layers.buffer_bytes, self._pool_bytes)
 
     # --- rows ---
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import torch
 
+from kernels import loader
 from kernels.decode_step_cuda import AppendTo, StepKernels
-from kernels.linear_cuda import MAX_ROWS, LinearChain, LinearWeight, Link, LinkCall, quantized
+from kernels.linear_cuda import MAX_ROWS, LinearChain, LinearWeight, Link, LinkCall, most_rows
 from kernels.sample_cuda import SampleKernel
-from protos.errors import ConfigError
 from worker.decode_state import DecodeState
 from worker.kv_view import KvView, RegionView
+from worker.models.block_weight import BlockWeight, Weight, dense
 from worker.models.gpu_attention import GpuAttention
 from worker.models.llama import Llama
 
@@ -29,12 +30,11 @@ class DecodeLayers:
 
     Args:
         attention: of ``kv``; its kernels are used by turns with the eager step's, on one stream.
-        few_rows: up to so many rows go through our own products; 0: none do.
-        fp8: our own products read weights of their own, quantised here to FP8 in blocks of 128 x 128; then ``max_rows``
-            is at most 8.
+        few_rows: up to so many rows go through our own products, or fewer where their width is too much for shared
+            memory; 0: none do.
 
     Raises:
-        ConfigError: FP8_ROWS, more rows than FP8 products take. KernelError: no kernel for a width, a dtype.
+        KernelError: no kernel for a width, a dtype.
     """
 
     def __init__(
@@ -45,26 +45,17 @@ class DecodeLayers:
         attention: GpuAttention,
         *,
         few_rows: int = MAX_ROWS,
-        fp8: bool = False,
     ) -> None:
-        if fp8 and state.max_rows > min(few_rows, MAX_ROWS):
-            raise ConfigError(
-                "FP8 weights serve few sequences",
-                reason="FP8_ROWS",
-                given=f"{state.max_rows} sequences",
-                allowed=f"at most {min(few_rows, MAX_ROWS)}",
-                hint="run more sequences with bf16 weights",
-            )
         self.reaches: tuple[int, ...] = (state.max_tokens,)
-        self._network, self._state, self._few_rows = network, state, min(few_rows, MAX_ROWS)
         c, rows, like = network.config, state.max_rows, network.embed
+        self._network, self._state = network, state
+        self._few_rows = few_rows and min(few_rows, most_rows([c.hidden], loader.arch_of(like.device)))
         self._kernels = StepKernels(like.dtype, like.device)
         self._sample = SampleKernel(like.dtype, like.device)
         self._views = [(kv.view(i, "k"), kv.view(i, "v")) for i in range(c.num_layers)]
         self._attention = [attention.decode_layer(i) for i in range(c.num_layers)]
         self._tables = (network.cos.squeeze(1).contiguous(), network.sin.squeeze(1).contiguous())
-        self.weight_bytes, self.fp8 = 0, fp8
-        self._chains = self._chains_of(fp8) if self._few_rows else []
+        self._chains = self._chains_of() if self._few_rows else []
         heads = c.q_heads + 2 * c.kv_heads
         self._x, self._delta, self._normed = (like.new_empty(rows, c.hidden) for _ in range(3))
         self._qkv = like.new_empty(rows, heads * c.head_dim)
@@ -110,7 +101,7 @@ class DecodeLayers:
         logits, normed = self.logits[:rows], self._normed[:rows]
         if not few:
             kernels.add_norm(x, self._delta[:rows], self._network.norm, c.norm_eps, normed)
-            torch.mm(normed, self._network.lm_head.t(), out=logits)
+            _linear(normed, self._network.lm_head, None, logits)
         self._sample(logits, state.sampling(rows))
 
     # --- few rows ---
@@ -118,36 +109,39 @@ class DecodeLayers:
     def _few_after(self, index: int, rows: int) -> None:
         """A layer's products behind its attention, and the one that comes next: the next layer's, or the logits."""
         x, gated, last = self._x[:rows], self._gated[:rows], index + 1 == self._network.config.num_layers
-        self._chains[index + 1](
-            LinkCall(self._attended[:rows], x, x),
-            LinkCall(x, gated),
-            LinkCall(gated, x, x),
-            LinkCall(x, (self.logits if last else self._qkv)[:rows]),
-        )
+        calls = [LinkCall(self._attended[:rows], x, x), LinkCall(x, gated), LinkCall(gated, x, x)]
+        following = LinkCall(x, (self.logits if last else self._qkv)[:rows])
+        if last and len(self._chains) > index + 2:
+            self._chains[index + 1](*calls)
+            self._chains[index + 2](following)
+        else:
+            self._chains[index + 1](*calls, following)
 
-    def _chains_of(self, fp8: bool) -> list[LinearChain]:
-        network, eps = self._network, self._network.config.norm_eps
-        layers = network.layers
+    def _chains_of(self) -> list[LinearChain]:
+        """One before the first layer's attention and one behind each; a head of another kind is one more."""
+        network, eps, layers = self._network, self._network.config.norm_eps, self._network.layers
 
-        def link(
-            weight: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None, gated: bool = False
-        ) -> Link:
-            codes, scales = quantized(weight) if fp8 else (weight, None)
-            linear = LinearWeight(codes, scales, bias=bias, gated=gated)
-            self.weight_bytes += linear.num_bytes
-            return Link(linear, norm, eps)
+        def link(weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor | None, gated: bool = False) -> Link:
+            codes, scales = (weight.codes, weight.scales) if isinstance(weight, BlockWeight) else (weight, None)
+            return Link(LinearWeight(codes, scales, bias=bias, gated=gated), norm, eps)
 
         chains = [[link(layers[0].qkv, layers[0].qkv_bias, layers[0].input_norm)]]
-        for layer, after in zip(layers, [*layers[1:], None], strict=True):
-            following = link(after.qkv, after.qkv_bias, after.input_norm) if after is not None else None
+        for index, layer in enumerate(layers):
             chains.append(
                 [
                     link(layer.o, layer.o_bias, None),
                     link(layer.gate_up, layer.gate_up_bias, layer.post_norm, gated=True),
                     link(layer.down, layer.down_bias, None),
-                    following or link(network.lm_head, None, network.norm),
                 ]
             )
+            if index + 1 < len(layers):
+                after = layers[index + 1]
+                chains[-1].append(link(after.qkv, after.qkv_bias, after.input_norm))
+        head = link(network.lm_head, None, network.norm)
+        if isinstance(network.lm_head, BlockWeight) == isinstance(layers[-1].down, BlockWeight):
+            chains[-1].append(head)
+        else:
+            chains.append([head])
         like, rows = network.embed, min(self._few_rows, self._state.max_rows)
         arrived = torch.zeros(1, dtype=torch.int32, device=like.device)
         return [LinearChain(links, like.dtype, arrived, rows) for links in chains]
@@ -169,11 +163,11 @@ class DecodeLayers:
         _linear(self._gated[:rows], layer.down, layer.down_bias, delta)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def _linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     if bias is None:
-        torch.mm(x, weight.t(), out=out)
+        torch.mm(x, dense(weight).t(), out=out)
     else:
-        torch.addmm(bias, x, weight.t(), out=out)
+        torch.addmm(bias, x, dense(weight).t(), out=out)
 
 
 def _memory(view: RegionView) -> torch.Tensor:

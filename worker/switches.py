@@ -10,6 +10,9 @@ from protos import types_pb2
 from worker.config import WorkerConfig
 from worker.gpu_kernels import attention_kernels, page_kernels
 
+FP8_BLOCK_RECORDS = {"sm_90a": "h200-few_rows-2026-11-30.jsonl"}
+"""Runs on record of weights in FP8 blocks, by arch."""
+
 
 def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[types_pb2.Switch]:
     """Args:
@@ -39,6 +42,12 @@ def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[t
         _switch("dense-layers", f"first {first}, last {last}" if first or last else "off", bool(packed)),
         _switch("deterministic", _on(config.deterministic), config.deterministic),
         _switch("decode-graphs", _on(config.decode_graphs), bool(arch)),
+        types_pb2.Switch(
+            name="weights",
+            configured=config.weights or "as stored",
+            engaged=config.weights or "as stored",  # else the worker did not start
+            evidence=FP8_BLOCK_RECORDS.get(arch, "") if config.weights else "",
+        ),
         types_pb2.Switch(
             name="prefix-reuse",
             configured="only where a request asks" if config.deterministic else "any",

@@ -17,17 +17,20 @@ import torch
 from kvstore.geometry import CacheGeometry
 from kvstore.memory_limit import available_bytes
 from protos import types_pb2
-from protos.errors import ModelError
+from protos.errors import ConfigError, ModelError
 from worker import memory_plan, model_config
 from worker.checkpoint import INDEX_FILE, Expected, Progress, Shapes, Stored, Tensors, demand_match, headers, naming
-from worker.config import WorkerConfig
-from worker.families import Architecture, Network, architecture
+from worker.config import FP8_BLOCK, WorkerConfig
+from worker.families import Architecture, LlamaArchitecture, Network, architecture
 from worker.gpu import torch_device
 from worker.kv_view import TORCH_DTYPES
+from worker.models.llama import Llama
 
 __all__ = ["INDEX_FILE", "Model", "load_model", "planned_uses"]
 
 log = structlog.get_logger("worker")
+
+IN_BLOCKS = "weights in FP8 blocks"
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Plan:
         model_config.check_length(raw, config.max_sequence_tokens)
         max_sequence_tokens = config.max_sequence_tokens or shapes.max_positions
         dtype = dtype_name(config.dtype, raw)
+        check_weights(config, shapes, dtype)
         device = torch_device(config.device)
         geometry = shapes.geometry(config, dtype, max_sequence_tokens)
         expected, found = _matched(shapes, config.model)
@@ -89,7 +93,8 @@ class Plan:
         memory_plan.demand_fit(uses, *_room(self.device))  # arenas apart: the store may hold them already
         with Tensors(self.expected, self.found, TORCH_DTYPES[self.dtype], self.device, progress) as weights:
             network = self.shapes.network(weights, self.max_sequence_tokens)
-            return network, weights.digest()
+            digest = weights.digest()
+        return network, quantize(network, self.config, digest)
 
     def without_weights(self) -> Network:
         """The network on torch's device "meta": shapes and dtypes of all its tensors, and no values."""
@@ -129,7 +134,37 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
     """
     plan = Plan.of(config)
     network, digest = plan.load(progress)
-    return plan.model(network, digest, plan.uses[:-1])  # what reading takes is given back
+    uses = plan.uses[:-1]  # what reading takes is given back
+    if config.weights and isinstance(network, Llama):
+        uses = (memory_plan.Use(IN_BLOCKS, network.weight_bytes, memory_plan.total(uses)),)
+    return plan.model(network, digest, uses)
+
+
+def check_weights(config: WorkerConfig, shapes: Architecture, dtype: str) -> None:
+    """Raises ConfigError: WEIGHTS_NOT_ENGAGED, ``config.weights`` is not had with this family or dtype."""
+    if config.weights and (not isinstance(shapes, LlamaArchitecture) or dtype != "bfloat16"):
+        raise ConfigError(
+            f"weights {config.weights} would not engage",
+            reason="WEIGHTS_NOT_ENGAGED",
+            given=f"{shapes.model_type} in {dtype}",
+            allowed="the llama family in bfloat16",
+            hint="leave weights out",
+        )
+
+
+def quantize(network: Network, config: WorkerConfig, digest: bytes) -> bytes:
+    """Weights in the form that ``config.weights`` asks for, in place; and their digest, for their results are others.
+
+    Raises ModelError: NO_BLOCKS, a width does not go into blocks.
+    """
+    if config.weights != FP8_BLOCK:
+        return digest
+    assert isinstance(network, Llama), "checked before anything is loaded"
+    with torch.inference_mode():
+        network.use_blocks()
+    if network.device.type == "cuda":
+        torch.cuda.empty_cache()  # the originals go back to the device, for the arenas
+    return blake2b(digest, digest_size=len(digest), person=b"tp-fp8-block").digest()
 
 
 def planned_uses(folder: Path, dtype: str) -> tuple[memory_plan.Use, ...]:

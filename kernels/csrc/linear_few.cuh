@@ -47,6 +47,7 @@ struct LinearArgs {
     uint32_t* arrived; // a multiple of kLinearGeneration before and after a launch
     int32_t num_products, rows;
     int32_t stages, x_bytes; // of shared memory: linear_shared_bytes
+    int32_t in_flight;       // stages under way at most, 1 to `stages`
 };
 
 // Four e4m3 codes to two registers of bf16 halves, codes (0, 2) and (1, 3), exactly, times 2^-120: sign and the 7 bits of
@@ -140,31 +141,44 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
     }
     static __device__ __forceinline__ int x_pitch(const LinearProduct& product) { return product.k * 2 + kLinearPad; }
 
-    // ---- the producer warps: each has every PRODUCERS-th row of a stage, for starting a copy takes its time
+    // ---- the producer warps: each has some rows of every stage, for starting a copy takes its time
 
-    __device__ __forceinline__ void produce(int first_row) const {
+    // No more than args.in_flight stages are under way: what lies between two products, or before the launch, reads memory
+    // behind them.
+    __device__ __forceinline__ void produce(int producer) const {
+        constexpr int kRows = kLinearRows / PRODUCERS, kTogether = kRows < 8 ? kRows : 8; // rows of gate, or of up
         const uint64_t stream = evict_first_policy();
-        Ring ring;
+        Ring ring, behind;
+        int started = 0;
         for (int p = 0; p < args.num_products; p++) {
             const LinearProduct& product = args.products[p];
             const int tiles = num_tiles(product), chunks = num_chunks(product), width = tile_width(product);
             const int64_t row_bytes = static_cast<int64_t>(product.k) * kWeightBytes;
             for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
-                const uint8_t* weight = static_cast<const uint8_t*>(product.weight);
-                const int first = tile * width, last = product.n - 1; // rows behind the last are computed and dropped
                 for (int chunk = 0; chunk < chunks; chunk++) {
                     const uint32_t bytes = static_cast<uint32_t>(chunk_bytes(product, chunk)), full = stage_full(ring.stage);
-                    const uint32_t to = base + ring.stage * kStageBytes;
+                    if (started++ >= args.in_flight) {
+                        mbarrier_wait(stage_full(behind.stage), behind.parity);
+                        behind.next(args.stages);
+                    }
                     mbarrier_wait(stage_empty(ring.stage), ring.parity ^ 1);
-                    stage_begin(full, kLinearRows / PRODUCERS * bytes);
+                    stage_begin(full, kRows * bytes);
 #pragma unroll
-                    for (int i = 0; i < kLinearRows / PRODUCERS; i++) {
-                        const int r = PRODUCERS * i + first_row;
-                        const int row = product.gated && r >= 8 ? product.n + min(first + r - 8, last) : min(first + r, last);
-                        stage_copy(to + r * kPitch, weight + row * row_bytes, bytes, full, stream);
+                    for (int first = 0; first < kRows; first += kTogether) {
+                        const int r = kRows * producer + first; // of the tile
+                        const bool up = product.gated && r >= 8;
+                        const int end = up ? 2 * product.n : product.n;
+                        int row = tile * width + (up ? product.n + r - 8 : r);
+                        uint32_t to = base + ring.stage * kStageBytes + r * kPitch;
+                        // Rows behind the last are that one again: computed and dropped.
+                        const uint8_t* from = static_cast<const uint8_t*>(product.weight) + min(row, end - 1) * row_bytes + chunk * ROW_BYTES;
+#pragma unroll
+                        for (int i = 0; i < kTogether; i++, row++, to += kPitch) {
+                            stage_copy(to, from, bytes, full, stream);
+                            if (row < end - 1) from += row_bytes;
+                        }
                     }
                     stage_end(full);
-                    weight += ROW_BYTES;
                     ring.next(args.stages);
                 }
             }

@@ -32,7 +32,7 @@ from kernels.linear_cuda import LinearChain, LinkCall
 from kernels.step_cells import LINEAR_TILING, LinearTiling, linear_cell, sample_cell, step_cell
 from tests.bench import bench_engine_gpu, engine_gpu_linear, engine_gpu_steady
 from tests.bench.bench_engine_gpu import Report
-from tests.bench.engine_gpu_model import LLAMA_3_8B, Cache, random_llama
+from tests.bench.engine_gpu_model import LLAMA_3_8B, Cache, in_blocks, random_llama
 from tests.bench.engine_gpu_steady import Case
 from worker import decode_layers
 from worker.decode_graphs import DecodeGraphs
@@ -44,15 +44,18 @@ from worker.sequence import Sampling
 PARTS = ("check", "tilings", "steps")
 TILINGS = (
     LINEAR_TILING,
-    LinearTiling(8, 1, 2048),
+    LinearTiling(8, 4, 2048, in_flight=1),
+    LinearTiling(8, 4, 2048, in_flight=2),
+    LinearTiling(8, 4, 2048, in_flight=3),
+    LinearTiling(8, 4, 2048, in_flight=4),
     LinearTiling(8, 2, 2048),
-    LinearTiling(8, 4, 1024),
-    LinearTiling(8, 1, 1024, bulk=False),
-    LinearTiling(8, 2, 1024, bulk=False),
-    LinearTiling(8, 4, 1024, bulk=False),
-    LinearTiling(8, 2, 2048, bulk=False),
-    LinearTiling(8, 4, 2048, bulk=False),
-    LinearTiling(4, 4, 2048),
+    LinearTiling(8, 2, 2048, in_flight=2),
+    LinearTiling(8, 2, 2048, in_flight=3),
+    LinearTiling(8, 4, 1024, in_flight=3),
+    LinearTiling(8, 4, 1024, in_flight=4),
+    LinearTiling(8, 4, 1024, in_flight=6),
+    LinearTiling(8, 4, 2048, bulk=False, in_flight=3),
+    LinearTiling(4, 2, 2048, in_flight=2),
 )
 REPLAYS, TURNS = 12, 3
 STEPS = (
@@ -142,9 +145,11 @@ def _check(report: Report, device: torch.device) -> None:
 
 def _tilings(report: Report, network: Llama, device: torch.device) -> None:
     for fp8 in (False, True):
+        if fp8:
+            network = in_blocks(network)
         for tiling in TILINGS:
             kind, copies = "fp8" if fp8 else "bf16", "bulk" if tiling.bulk else "lane"
-            name = f"{kind}-w{tiling.warps}-p{tiling.producers}-b{tiling.row_bytes}-{copies}"
+            name = f"{kind}-w{tiling.warps}-p{tiling.producers}-b{tiling.row_bytes}-{copies}-f{tiling.in_flight}"
             report.run("tilings", name, partial(_one_tiling, network, tiling, fp8, device))
 
 
@@ -158,7 +163,7 @@ def _one_tiling(network: Llama, tiling: LinearTiling, fp8: bool, device: torch.d
         attention = GpuAttention(cache.kv, q_heads=heads, max_sequences=1, max_sequence_tokens=512)
         attention.load()
         graphs = DecodeGraphs(
-            network, cache.kv, attention, max_sequences=1, max_sequence_tokens=512, buckets=(), few_rows=8, fp8=fp8
+            network, cache.kv, attention, max_sequences=1, max_sequence_tokens=512, buckets=(), few_rows=8
         )
         graphs.capture()
         start = RowStart(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,14 @@ SCALE = 0.05  # of rows in packed pages
 def random_llama(raw: dict[str, Any], device: torch.device, max_tokens: int, spread: float = 1.0) -> Llama:
     config = LlamaConfig.parse(raw)
     return Llama(config, raw, RandomWeights(config, TORCH_DTYPES[DTYPE], device, spread), max_tokens)
+
+
+def in_blocks(network: Llama) -> Llama:
+    """The same model with its products' weights in FP8 blocks; the original stays as it is."""
+    other = copy.copy(network)
+    other.layers = list(network.layers)
+    other.use_blocks()
+    return other
 
 
 class TorchMemory:

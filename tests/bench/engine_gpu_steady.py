@@ -10,7 +10,7 @@ import torch
 
 from kernels.pages_cuda import PageRows
 from protos.page_hash import PAGE_TOKENS
-from tests.bench.engine_gpu_model import Cache
+from tests.bench.engine_gpu_model import Cache, in_blocks
 from worker.bench_profile import profiled
 from worker.decode_graphs import DecodeGraphs
 from worker.decode_state import RowStart
@@ -72,6 +72,8 @@ class Seals:
 
 def measure(network: Llama, case: Case, read_bytes_s: float, device: torch.device) -> dict[str, Any]:
     """Facts of one case. read_bytes_s: what a kernel that only reads did in this run."""
+    if case.fp8:
+        network = in_blocks(network)
     max_tokens = case.num_tokens + WARM_UP + case.steps + PROFILED + REPLAYS + 16
     on_gpu = device.type == "cuda"
     began = time.perf_counter()
@@ -91,7 +93,6 @@ def measure(network: Llama, case: Case, read_bytes_s: float, device: torch.devic
         max_sequence_tokens=max_tokens,
         buckets=(),
         few_rows=case.few_rows,
-        fp8=case.fp8,
     )
     capture_s = graphs.capture()
     bases = cache.bases(case.num_tokens)
@@ -121,7 +122,7 @@ def measure(network: Llama, case: Case, read_bytes_s: float, device: torch.devic
     seals.finish()
     fine = all(token >= 0 for tokens in said for token in tokens)
     step_s = wall_s / case.steps
-    weights = _weight_bytes(network, graphs, case)
+    weights = _weight_bytes(network)
     kv = cache.kv_bytes((start_tokens + length) // 2)
     floor_s = (weights + kv) / read_bytes_s
     idle = 1 - gap["replay_ms"] / 1e3 / step_s if gap else None
@@ -185,14 +186,9 @@ def _allocations(device: torch.device) -> tuple[int, int] | None:
     return int(stats.get("allocation.all.allocated", 0)), int(torch.cuda.memory_reserved(device))
 
 
-def _weight_bytes(network: Llama, graphs: DecodeGraphs, case: Case) -> int:
+def _weight_bytes(network: Llama) -> int:
     """Read by a step: every matrix once, the embedding's rows not counted."""
-    if case.fp8:
-        return graphs.layers.weight_bytes
-    total = network.lm_head.numel()
-    for layer in network.layers:
-        total += sum(weight.numel() for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
-    return 2 * total
+    return network.weight_bytes - 2 * network.embed.numel()
 
 
 def _profiled(graphs: DecodeGraphs, seals: Seals, rows: int, length: int, device: torch.device) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from protos.errors import ModelError
+from worker.models.block_weight import Weight, dense
 
 Tiles = tuple[tuple[int, int], ...]
 
@@ -27,8 +28,9 @@ class Weights(Protocol):
     def pop(self, name: str, default: None, /) -> torch.Tensor | None: ...
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
     """x [R, in] @ weight [out, in]^T + bias [out] -> [R, out], one product per tile of rows."""
+    weight = dense(weight)
     if len(tiles) == 1:
         return F.linear(x, weight, bias)
     return torch.cat([F.linear(x[first:end], weight, bias) for first, end in tiles])

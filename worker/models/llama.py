@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from worker.batch import Batch
 from worker.kv_view import KvView, Workspace
 from worker.models import layers
 from worker.models.attention import Attend, attend
+from worker.models.block_weight import BlockWeight, Weight
 from worker.models.layers import Weights, rms_norm, rope_tables, rotate
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
 FULL, WINDOWED = "full", "window"
 """Layer groups: layers that attend to everything, and those with a sliding window."""
 
@@ -153,16 +155,16 @@ class _Layer:
     """Weights of one layer; q, k, v and gate, up are fused along the output axis."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Weight
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    o: torch.Tensor
+    o: Weight
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Weight
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: Weight
     down_bias: torch.Tensor | None
 
 
@@ -186,7 +188,7 @@ class Llama:
         self.config = config
         self.embed = weights.pop("model.embed_tokens.weight")
         self.norm = weights.pop("model.norm.weight")
-        self.lm_head = self.embed if config.tied else weights.pop("lm_head.weight")
+        self.lm_head: Weight = self.embed if config.tied else weights.pop("lm_head.weight")
         self.layers = [_take_layer(weights, f"model.layers.{i}.") for i in range(config.num_layers)]
         cos, sin = rope_tables(raw, config.head_dim, max_sequence_tokens)
         self.cos, self.sin = (table.to(self.embed).unsqueeze(1) for table in (cos, sin))
@@ -195,6 +197,23 @@ class Llama:
     def device(self) -> torch.device:
         """Where the weights are, and every tensor of a forward pass."""
         return self.embed.device
+
+    def use_blocks(self) -> None:
+        """Quantise the products' weights to blocks of FP8, layer by layer, and let the originals go. The embedding
+        stays, so that a head that is tied to it does. Raises ModelError: NO_BLOCKS, a width is no multiple of 128."""
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer.qkv, BlockWeight):
+                qkv, o, gate_up, down = (BlockWeight.of(getattr(layer, name), name) for name in PRODUCTS)
+                self.layers[index] = replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
+        if not self.config.tied and not isinstance(self.lm_head, BlockWeight):
+            self.lm_head = BlockWeight.of(self.lm_head, "lm_head")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the products' weights and the embedding, as they are held."""
+        held = [getattr(layer, name) for layer in self.layers for name in PRODUCTS]
+        held += [self.embed] if self.config.tied else [self.embed, self.lm_head]
+        return sum(w.num_bytes if isinstance(w, BlockWeight) else w.numel() * w.element_size() for w in held)
 
     def forward(self, batch: Batch, kv: KvView, workspace: Workspace, attend: Attend = attend) -> torch.Tensor:
         """Writes the batch's KV rows into pages, tails and workspace; returns logits [num_logits, vocab_size] f32."""
