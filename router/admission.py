@@ -48,7 +48,7 @@ def _no_deadline() -> float | None:
 class Call:
     """What a caller says about a request besides the request, whichever door it came through.
 
-    remaining_s: seconds until the caller's deadline, None without one. door: "grpc", "http" or "kserve".
+    remaining_s: seconds until the caller's deadline, None without one. door: "grpc", "session", "http" or "kserve".
     own_id: its caller chose the request id, and may send it again.
     """
 
@@ -124,10 +124,7 @@ class Admission:
         taken = wanted in self._entries or self._runs_elsewhere(wanted)
         if taken:
             await self._id_free(wanted)
-        if self.draining:
-            raise Unavailable(
-                "this router is shutting down", reason="DRAINING", hint="use another", retry_after_ms=1000
-            )
+        self.check_open()
         if len(self._entries) >= self._max_in_flight:
             raise CapacityError(
                 "this router is full",
@@ -148,6 +145,13 @@ class Admission:
         self._tenants.enter(call.tenant)
         self._entries[wanted] = _Entry(cancel, time.monotonic_ns())
         self._idle.clear()
+
+    def check_open(self) -> None:
+        """Raises Unavailable (DRAINING)."""
+        if self.draining:
+            raise Unavailable(
+                "this router is shutting down", reason="DRAINING", hint="use another", retry_after_ms=1000
+            )
 
     def leave(self, call: Call, *, key: str | None = None) -> None:
         """The request, or the stream of this key, has ended."""

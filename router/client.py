@@ -17,6 +17,7 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -26,8 +27,18 @@ from protos import router_pb2, router_pb2_grpc, rpc
 from protos.errors import RequestCancelled, TailpackError, Unavailable
 from protos.tls import ClientTls
 from router.answer import Answer, Chunk
-from router.answer_state import AnswerState, RetryPolicy
+from router.answer_state import AnswerState, Failure, RetryPolicy
+from router.async_session import AsyncSession
 from router.client_request import PREFIX_REUSE, Message, Parameters, Prompt, as_chat, build_request
+from router.client_session import (
+    FEATURE,
+    MAX_REQUEST_BYTES,
+    CallFailed,
+    NoSessions,
+    is_usable,
+    not_opened,
+    out_of_time,
+)
 from router.client_settings import (
     CANCEL_TIMEOUT_S,
     DEFAULT_ADDRESS,
@@ -67,6 +78,7 @@ class AsyncTailpack:
         tenant: str | None = None,
         token: str | None = None,
         tls: ClientTls | None = None,
+        session: bool = True,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
         on_retry: Callable[[TailpackError, float], None] = ignore,
     ) -> None:
@@ -77,6 +89,8 @@ class AsyncTailpack:
                 where one fails, and the one that answered last is asked first.
             tenant: on whose behalf, where routers do not tell it from the token.
             token: sent as `authorization: Bearer`; readable on the way unless tls is given.
+            session: answers share one stream to a router that has the feature, which costs it less than half as much.
+                False: each has a stream of its own, as for a balancer that spreads streams and not connections.
             retry: when to try again. RetryPolicy(max_retries=0): never.
             on_retry: told the error and the seconds to wait before each further try.
 
@@ -85,6 +99,8 @@ class AsyncTailpack:
         """
         self._settings = Settings(addresses(address), tenant, token, tls, retry, on_retry)
         self._channels: dict[int, grpc.aio.Channel] = {}  # by the address's index; grpc.aio wants a running loop
+        self._may_share = session
+        self._sessions: dict[int, asyncio.Task[AsyncSession | NoSessions | Failure]] = {}  # likewise
         self._address = 0  # index of the router that answered last
         self._open: set[AnswerState] = set()
         self._closed = False
@@ -103,6 +119,10 @@ class AsyncTailpack:
             return
         await asyncio.gather(*map(self._end, list(self._open)))
         self._closed = True
+        for opening in self._sessions.values():
+            if opening.done() and isinstance(session := opening.result(), AsyncSession):
+                await session.close()
+            opening.cancel()
         for channel in self._channels.values():
             await channel.close()
 
@@ -209,19 +229,20 @@ class AsyncTailpack:
         try:
             while not state.ended:
                 address = state.address
-                call = self._call(state, metadata)
+                chunks = self._call(state, metadata)
                 try:
-                    async for chunk in call:
+                    async for chunk in chunks:
                         state.take(chunk)
                         self._address = address
                         yield chunk
                     state.check_ended()
-                except grpc.RpcError as failed:
+                except CallFailed as failed:
                     if state.ended:
                         return
-                    failure = self._settings.failure(failed, address, await call.initial_metadata())
-                    delay_s = state.failed(failure, now_s=time.monotonic(), jitter=random.random())
-                    self._settings.on_retry(failure.error, delay_s)
+                    if self._closed:
+                        raise RequestCancelled("the client was closed") from None
+                    delay_s = state.failed(failed.failure, now_s=time.monotonic(), jitter=random.random())
+                    self._settings.on_retry(failed.failure.error, delay_s)
                     await asyncio.sleep(delay_s)
                 except asyncio.CancelledError:
                     task = asyncio.current_task()
@@ -229,17 +250,80 @@ class AsyncTailpack:
                         raise RequestCancelled("the client was closed") from None
                     raise
                 finally:
-                    call.cancel()  # leaving an `async for` does not end a call
+                    await chunks.aclose()  # leaving an `async for` does not end a call
         finally:
             self._open.discard(state)
             await self._end(state)
 
-    def _call(self, state: AnswerState, metadata: tuple[tuple[str, str], ...]) -> Any:
-        stub, timeout_s = self._stub(state.address), state.remaining_s(time.monotonic())
-        message = state.message()
+    async def _call(self, state: AnswerState, metadata: tuple[tuple[str, str], ...]) -> AsyncGenerator[Chunk, None]:
+        """One call of an answer. Raises CallFailed."""
+        address, message = state.address, state.message()
+        session = None
+        if self._may_share and message.ByteSize() <= MAX_REQUEST_BYTES:
+            session = await self._session(address, state.remaining_s(time.monotonic()))
+        chunks: AsyncGenerator[Chunk, None]
+        if session is not None and session.has_room:
+            chunks = session.chunks(
+                message,
+                request_id=state.request_id,
+                traceparent=dict(metadata).get("traceparent", ""),
+                timeout_s=state.remaining_s(time.monotonic()),
+            )
+        else:
+            chunks = self._own_stream(address, message, state.remaining_s(time.monotonic()), metadata)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    async def _own_stream(
+        self,
+        address: int,
+        message: router_pb2.GenerateRequest | router_pb2.ResumeRequest,
+        timeout_s: float | None,
+        metadata: tuple[tuple[str, str], ...],
+    ) -> AsyncGenerator[Chunk, None]:
+        stub = self._stub(address)
+        call: Any
         if isinstance(message, router_pb2.ResumeRequest):
-            return stub.Resume(message, timeout=timeout_s, metadata=metadata)
-        return stub.Generate(message, timeout=timeout_s, metadata=metadata)
+            call = stub.Resume(message, timeout=timeout_s, metadata=metadata)
+        else:
+            call = stub.Generate(message, timeout=timeout_s, metadata=metadata)
+        try:
+            async for chunk in call:
+                yield chunk
+        except grpc.RpcError as failed:
+            raise CallFailed(self._settings.failure(failed, address, await call.initial_metadata())) from None
+        finally:
+            call.cancel()
+
+    async def _session(self, address: int, timeout_s: float | None) -> AsyncSession | None:
+        """That with a router, opened where there is none; None: this router has no sessions. Raises CallFailed."""
+        opening = self._sessions.get(address)
+        if opening is None or (opening.done() and not is_usable(opening.result())):
+            opening = self._sessions[address] = asyncio.create_task(self._open_session(address))
+        try:
+            async with asyncio.timeout(timeout_s):
+                opened = await asyncio.shield(opening)
+        except TimeoutError:
+            raise CallFailed(out_of_time()) from None
+        if isinstance(opened, Failure):
+            raise CallFailed(opened)
+        return opened if isinstance(opened, AsyncSession) else None
+
+    async def _open_session(self, address: int) -> AsyncSession | NoSessions | Failure:
+        stub, metadata = self._stub(address), self._settings.metadata()
+        try:
+            stats = await stub.Stats(router_pb2.StatsRequest(), timeout=UNARY_TIMEOUT_S, metadata=metadata)
+            if FEATURE not in stats.features:
+                return NoSessions(time.monotonic())
+            session = AsyncSession(stub, metadata, partial(self._settings.lost, address=address))
+            async with asyncio.timeout(UNARY_TIMEOUT_S):
+                await session.open()
+            return session
+        except grpc.RpcError as failed:
+            return self._settings.not_opened(failed, address)
+        except (TimeoutError, Unavailable):
+            return not_opened()
 
     async def _end(self, state: AnswerState) -> None:
         """Ends the work behind a resumable answer that is left. Best effort: else its grace time does."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from protos import router_pb2, rpc
-from protos.errors import ConfigError, InvalidRequest, NotBuilt, PreconditionFailed, TailpackError
+from protos.errors import ConfigError, DeadlineExceeded, InvalidRequest, NotBuilt, PreconditionFailed, TailpackError
 from protos.tls import ClientTls
 from router.answer_state import AnswerState, Failure, RetryPolicy
+from router.client_session import Lost, not_opened
 
 DEFAULT_ADDRESS = "127.0.0.1:7700"
 MAX_TIMEOUT_S = 1_000_000
@@ -93,6 +94,15 @@ class Settings:
             spoken=rpc.is_ours(failed),
             accepted=any(key == "x-request-id" for key, _ in first_metadata or ()),
         )
+
+    def lost(self, failed: grpc.RpcError, address: int) -> Lost:
+        """A session's end by an error."""
+        return Lost(self.error(failed, address), spoken=rpc.is_ours(failed))
+
+    def not_opened(self, failed: grpc.RpcError, address: int, *, in_time: bool = True) -> Failure:
+        """Of the calls that wait for a session. in_time: the time that was given to open it is not that of a call."""
+        failure = self.failure(failed, address)
+        return not_opened() if in_time and isinstance(failure.error, DeadlineExceeded) else failure
 
     def error(self, failed: grpc.RpcError, address: int) -> TailpackError:
         """The same without its circumstances."""

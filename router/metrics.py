@@ -157,6 +157,9 @@ class RouterCollector(LazyCollector):
             "Calls that are open: a resumable request may have none, or several.",
             value=admission.num_in_flight,
         )
+        yield GaugeMetricFamily(
+            "tailpack_router_sessions", "Streams of many calls that are open.", value=len(requests.sessions)
+        )
         yield GaugeMetricFamily("tailpack_router_in_flight", "Requests in flight.", value=requests.num_in_flight)
         yield GaugeMetricFamily(
             "tailpack_router_oldest_request_age_seconds",

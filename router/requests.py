@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from protos import router_pb2, rpc, types_pb2
 from protos.errors import InvalidRequest, NotFound, TailpackError, Unavailable
@@ -31,7 +32,13 @@ from router.token_log import TokenLogs
 from router.tokenizer import Tokenizer
 from router.unread import DEFAULT_MAX_UNREAD_BYTES, Unread
 
+if TYPE_CHECKING:
+    from router.session import Session
+
 CANCEL_TIMEOUT_S = 2.0
+
+FEATURES = ("session",)
+"""What callers may use of this router: clients ask for them (Stats) before they do."""
 
 
 @dataclass
@@ -110,6 +117,7 @@ class Requests:
         self.tenants = Tenants(limits_of, time.monotonic)
         self.admission = Admission(max_in_flight, max_request_bytes, self.registry.knows, self.tenants)
         self.resumables = Resumables(self)
+        self.sessions: set[Session] = set()
 
     def start(self) -> None:
         self.registry.start()
@@ -122,6 +130,8 @@ class Requests:
         """Refuses new requests; waits for the running ones. False when some were left after grace_s."""
         self.admission.draining = True
         self._workers_changed()
+        for session in self.sessions:
+            session.say_goodbye()
         return await self.admission.drain(grace_s)
 
     @property
@@ -143,7 +153,13 @@ class Requests:
         return Answer(self, request, call)
 
     def resume(self, request: router_pb2.ResumeRequest, call: Call) -> AbstractAsyncContextManager[Answer]:
-        """The answer to a resumable request behind what the caller has. ``call``: its own, under that request's id."""
+        """The answer to a resumable request behind what the caller has. ``call``: its own, under that request's id.
+
+        Raises:
+            InvalidRequest: EMPTY_REQUEST_ID.
+        """
+        if not request.request_id:
+            raise InvalidRequest("request_id is empty", reason="EMPTY_REQUEST_ID")
         return self.resumables.resume(request, call)
 
     async def cancel(self, request_id: str, tenant: str, remaining_s: float | None = None) -> bool:
@@ -191,6 +207,7 @@ class Requests:
             itl=histogram_message(self.metrics.itl),
             switches=self._switches,
             version=release(),
+            features=FEATURES,
             **vars(self.counters),
         )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from protos import router_pb2, router_pb2_grpc, rpc
 from protos.errors import InvalidRequest
 from router.admission import Call
 from router.requests import Requests
+from router.session import Session
 
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 
@@ -46,13 +48,18 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.ResumeRequest, context: Any
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         metadata = rpc.call_metadata(context)
-        if not request.request_id:
-            raise InvalidRequest("request_id is empty", reason="EMPTY_REQUEST_ID")
         call = Call(request.request_id, metadata.tenant, metadata.traceparent, context.time_remaining)
         async with self._requests.resume(request, call) as answer:
             await context.send_initial_metadata((("x-request-id", request.request_id),))
             async for chunk in answer:
                 yield chunk
+
+    async def Session(
+        self, request_iterator: AsyncIterator[router_pb2.SessionRequest], context: Any
+    ) -> AsyncIterator[router_pb2.SessionResponse]:
+        async with aclosing(Session(self._requests, rpc.tenant_now(context)).serve(request_iterator)) as messages:
+            async for message in messages:
+                yield message
 
     async def Cancel(self, request: router_pb2.CancelRequest, context: Any) -> router_pb2.CancelResponse:
         tenant = rpc.call_metadata(context).tenant

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -17,7 +19,17 @@ from protos.tls import ClientTls
 from router.answer import Answer, Chunk
 from router.answer_state import AnswerState, RetryPolicy
 from router.client_request import Parameters, Prompt, as_chat, build_request
+from router.client_session import (
+    FEATURE,
+    MAX_REQUEST_BYTES,
+    CallFailed,
+    NoSessions,
+    is_usable,
+    not_opened,
+    out_of_time,
+)
 from router.client_settings import CANCEL_TIMEOUT_S, DEFAULT_ADDRESS, UNARY_TIMEOUT_S, Settings, addresses, ignore
+from router.sync_session import SyncSession
 
 
 class Tailpack:
@@ -35,6 +47,7 @@ class Tailpack:
         tenant: str | None = None,
         token: str | None = None,
         tls: ClientTls | None = None,
+        session: bool = True,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
         on_retry: Callable[[TailpackError, float], None] = ignore,
     ) -> None:
@@ -42,6 +55,9 @@ class Tailpack:
         self._settings = Settings(addresses(address), tenant, token, tls, retry, on_retry)
         self._channels = [rpc.sync_channel(one, tls=tls) for one in self._settings.addresses]
         self._stubs = [router_pb2_grpc.RouterStub(channel) for channel in self._channels]
+        self._may_share = session
+        self._sessions: list[SyncSession | NoSessions | None] = [None] * len(self._stubs)
+        self._opening = [threading.Lock() for _ in self._stubs]
         self._address = 0  # index of the router that answered last
         self._open: set[AnswerState] = set()
         self._closed = False
@@ -61,6 +77,9 @@ class Tailpack:
         for state in list(self._open):
             self._end(state)
         self._closed = True
+        for session in self._sessions:
+            if isinstance(session, SyncSession):
+                session.close()
         for channel in self._channels:
             channel.close()
 
@@ -140,34 +159,93 @@ class Tailpack:
         try:
             while not state.ended:
                 address = state.address
-                call = self._call(state, metadata)
+                chunks = self._call(state, metadata)
                 try:
-                    for chunk in call:
+                    for chunk in chunks:
                         state.take(chunk)
                         self._address = address
                         yield chunk
                     state.check_ended()
-                except grpc.RpcError as failed:
+                except CallFailed as failed:
                     if state.ended:
                         return
                     if self._closed:
                         raise RequestCancelled("the client was closed") from None
-                    failure = self._settings.failure(failed, address, call.initial_metadata())
-                    delay_s = state.failed(failure, now_s=time.monotonic(), jitter=random.random())
-                    self._settings.on_retry(failure.error, delay_s)
+                    delay_s = state.failed(failed.failure, now_s=time.monotonic(), jitter=random.random())
+                    self._settings.on_retry(failed.failure.error, delay_s)
                     time.sleep(delay_s)
                 finally:
-                    call.cancel()
+                    chunks.close()
         finally:
             self._open.discard(state)
             self._end(state)
 
-    def _call(self, state: AnswerState, metadata: tuple[tuple[str, str], ...]) -> Any:
-        stub, timeout_s = self._stubs[state.address], state.remaining_s(time.monotonic())
-        message = state.message()
+    def _call(self, state: AnswerState, metadata: tuple[tuple[str, str], ...]) -> Generator[Chunk, None, None]:
+        """One call of an answer. Raises CallFailed."""
+        address, message = state.address, state.message()
+        session = None
+        if self._may_share and message.ByteSize() <= MAX_REQUEST_BYTES:
+            session = self._session(address, state.remaining_s(time.monotonic()))
+        if session is not None and session.has_room:
+            yield from session.chunks(
+                message,
+                request_id=state.request_id,
+                traceparent=dict(metadata).get("traceparent", ""),
+                timeout_s=state.remaining_s(time.monotonic()),
+            )
+        else:
+            yield from self._own_stream(address, message, state.remaining_s(time.monotonic()), metadata)
+
+    def _own_stream(
+        self,
+        address: int,
+        message: router_pb2.GenerateRequest | router_pb2.ResumeRequest,
+        timeout_s: float | None,
+        metadata: tuple[tuple[str, str], ...],
+    ) -> Generator[Chunk, None, None]:
+        stub = self._stubs[address]
+        call: Any
         if isinstance(message, router_pb2.ResumeRequest):
-            return stub.Resume(message, timeout=timeout_s, metadata=metadata)
-        return stub.Generate(message, timeout=timeout_s, metadata=metadata)
+            call = stub.Resume(message, timeout=timeout_s, metadata=metadata)
+        else:
+            call = stub.Generate(message, timeout=timeout_s, metadata=metadata)
+        try:
+            yield from call
+        except grpc.RpcError as failed:
+            raise CallFailed(self._settings.failure(failed, address, call.initial_metadata())) from None
+        finally:
+            call.cancel()
+
+    def _session(self, address: int, timeout_s: float | None) -> SyncSession | None:
+        """As AsyncTailpack._session. Threads that need one wait for whoever opens it."""
+        opening = self._opening[address]
+        if not opening.acquire(timeout=-1 if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
+            raise CallFailed(out_of_time())
+        try:
+            opened = self._sessions[address]
+            if opened is None or not is_usable(opened):
+                opened = self._sessions[address] = self._open_session(address, timeout_s)
+            return opened if isinstance(opened, SyncSession) else None
+        finally:
+            opening.release()
+
+    def _open_session(self, address: int, timeout_s: float | None) -> SyncSession | NoSessions:
+        stub, metadata = self._stubs[address], self._settings.metadata()
+        first_s = UNARY_TIMEOUT_S if timeout_s is None else min(timeout_s, UNARY_TIMEOUT_S)
+        in_time = first_s == UNARY_TIMEOUT_S
+        try:
+            stats = stub.Stats(router_pb2.StatsRequest(), timeout=first_s, metadata=metadata)
+            if FEATURE not in stats.features:
+                return NoSessions(time.monotonic())
+            session = SyncSession(stub, metadata, partial(self._settings.lost, address=address))
+            session.open(first_s)
+            return session
+        except grpc.RpcError as failed:
+            raise CallFailed(self._settings.not_opened(failed, address, in_time=in_time)) from None
+        except TimeoutError:
+            raise CallFailed(not_opened() if in_time else out_of_time()) from None
+        except Unavailable:
+            raise CallFailed(not_opened()) from None
 
     def _end(self, state: AnswerState) -> None:
         """Ends the work behind a resumable answer that is left. Best effort: else its grace time does."""

@@ -16,6 +16,8 @@ import grpc
 from protos import errors, router_pb2, router_pb2_grpc, rpc, types_pb2
 from protos.tls import ServerTls
 
+SESSIONS = False
+"""Whether fake routers have sessions. For tests to set."""
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 TEXTS = ("Où", " est", "", " 日本", "", " 🎉", "?", "")
 """By token; some complete no character."""
@@ -50,6 +52,36 @@ class Plan:
     hang: bool = False
 
 
+class _Cut(Exception):
+    """The connection of a session."""
+
+
+class _InSession:
+    """Stands for the context of a call that has no stream of its own."""
+
+    def __init__(self, asked: router_pb2.SessionCall, context: Any, outbox: Any) -> None:
+        self._asked = asked
+        self._context = context
+        self._outbox = outbox
+
+    def say(self, **said: Any) -> None:
+        self._outbox.put_nowait(router_pb2.SessionAnswer(number=self._asked.number, **said))
+
+    def invocation_metadata(self) -> list[tuple[str, Any]]:
+        request_id = self._asked.request_id or self._asked.resume.request_id
+        own = rpc.metadata(request_id, traceparent=self._asked.traceparent)
+        return [*(pair for pair in self._context.invocation_metadata() if pair[0] != "traceparent"), *own]
+
+    def time_remaining(self) -> float | None:
+        return self._asked.timeout_ms / 1e3 if self._asked.timeout_ms else None
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        self.say(request_id=dict(metadata)["x-request-id"])
+
+    async def abort(self, code: Any, details: str) -> None:
+        raise _Cut
+
+
 @dataclass
 class FakeRouter(router_pb2_grpc.RouterServicer):
     """plan: says how each call goes. Everything it saw is kept for the test to look at."""
@@ -58,6 +90,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
     calls: list[Call] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     num_running: int = 0
+    num_sessions: int = 0
     worker_state: str = "ready"
     kept: set[str] = field(default_factory=set)  # ids of resumable answers
     address: str = ""
@@ -88,9 +121,40 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         async for chunk in self._answer(call, context, request.token_offset, request.text_offset):
             yield chunk
 
-    async def Session(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        raise errors.NotBuilt("calls come one by one here")
-        yield
+    async def Session(self, requests: Any, context: Any) -> AsyncIterator[router_pb2.SessionResponse]:
+        assert SESSIONS, "its Stats names no such feature"
+        self.num_sessions += 1
+        outbox: asyncio.Queue[router_pb2.SessionAnswer | Exception] = asyncio.Queue()
+        running: dict[int, asyncio.Task[None]] = {}
+        reader = asyncio.create_task(self._read(requests, context, outbox, running))
+        try:
+            yield router_pb2.SessionResponse(welcome=router_pb2.SessionWelcome(max_calls=100, window_bytes=1 << 16))
+            while isinstance(said := await outbox.get(), router_pb2.SessionAnswer):
+                yield router_pb2.SessionResponse(answers=[said])
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        finally:
+            for task in (reader, *running.values()):
+                task.cancel()
+
+    async def _read(self, requests: Any, context: Any, outbox: Any, running: dict[int, asyncio.Task[None]]) -> None:
+        async for message in requests:
+            for number in message.left:
+                running.pop(number).cancel()
+            for call in message.calls:
+                running[call.number] = asyncio.create_task(self._one(call, context, outbox))
+
+    async def _one(self, asked: router_pb2.SessionCall, context: Any, outbox: Any) -> None:
+        """One call of a session, as if it had come by itself."""
+        its = _InSession(asked, context, outbox)
+        resumes = asked.HasField("resume")
+        chunks = self.Resume(asked.resume, its) if resumes else self.Generate(asked.generate, its)
+        try:
+            async for chunk in chunks:
+                its.say(chunk=chunk)
+        except errors.TailpackError as error:
+            its.say(error=rpc.to_detail(error))
+        except _Cut as cut:
+            outbox.put_nowait(cut)
 
     async def Cancel(self, request: router_pb2.CancelRequest, context: Any) -> router_pb2.CancelResponse:
         self.cancels.append(request.request_id)
@@ -104,7 +168,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         return router_pb2.ListWorkersResponse(workers=[worker])
 
     async def Stats(self, request: Any, context: Any) -> router_pb2.StatsResponse:
-        return router_pb2.StatsResponse(router_id=self.address)
+        return router_pb2.StatsResponse(router_id=self.address, features=["session"] if SESSIONS else ())
 
     def _call(self, method: str, request: Any, context: Any) -> Call:
         metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}

@@ -107,7 +107,7 @@ async def test_a_router_with_everything_shut_serves_those_it_knows(tmp_path: Pat
         with pytest.raises((OSError, EOFError)):
             await get(own_door, "/metrics", client_context(ClientTls(authority.cert)), {})
         page = (await get(own_door, "/metrics", client_context(shown), {})).body.decode()
-        assert 'tailpack_router_requests_total{door="grpc",outcome="finished"' in page
+        assert 'tailpack_router_requests_total{door="session",outcome="finished"' in page
         (line,) = (
             line for line in page.splitlines() if line.startswith("tailpack_tls_certificate_expires_in_seconds ")
         )

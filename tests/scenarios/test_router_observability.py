@@ -61,8 +61,8 @@ async def test_the_page_the_stats_and_the_log_line_agree(folder: Path) -> None:
                     await answer(c.client, [5], model="none such")
                 await c.settled()
             page, stats = samples(), await c.client.stats()
-            assert page["tailpack_router_requests_total", "grpc", "finished", "LENGTH"] == stats.finished == 3
-            assert page["tailpack_router_requests_total", "grpc", "rejected", "UNKNOWN_MODEL"] == stats.rejected == 1
+            assert page["tailpack_router_requests_total", "session", "finished", "LENGTH"] == stats.finished == 3
+            assert page["tailpack_router_requests_total", "session", "rejected", "UNKNOWN_MODEL"] == stats.rejected == 1
             assert page["tailpack_router_received_total",] == stats.requests == 4
             assert page["tailpack_router_tokens_total", "output"] == stats.output_tokens == 30
             assert page["tailpack_router_tokens_total", "prompt"] == stats.prompt_tokens == 12
@@ -79,7 +79,7 @@ async def test_the_page_the_stats_and_the_log_line_agree(folder: Path) -> None:
                 len(said) == 4 and len({tuple(line) for line in said}) == 1
             )  # always the same keys, in the same order
             assert list(said[0])[:4] == ["timestamp", "level", "component", "event"]
-            assert (said[0]["cached_tokens"], said[0]["prefix_exact"], said[0]["door"]) == (3, True, "grpc")
+            assert (said[0]["cached_tokens"], said[0]["prefix_exact"], said[0]["door"]) == (3, True, "session")
             assert said[0]["itl_max_ms"] >= said[0]["itl_mean_ms"] >= 0 and said[0]["ttft_ms"] > 0
             assert said[3]["ttft_ms"] is said[3]["itl_max_ms"] is said[3]["cached_tokens"] is None
             assert "prompt" not in said[0]
