@@ -45,6 +45,10 @@ COMMANDS = {
     "codec": LazyCommand("kernels.cli:codec_group", "Measure the KV codec.", everyday=True),
     "quality": LazyCommand("worker.quality_cli:quality", "Measure what KV modes do to a model's predictions."),
 }
+BELOW = {
+    "bench": {"engine": LazyCommand("worker.bench_cli:engine", "Measure an engine by itself, in this process.")},
+}
+"""Commands of a group that live in another package than the group."""
 
 
 class LazyGroup(click.Group):
@@ -57,10 +61,10 @@ class LazyGroup(click.Group):
         lazy = COMMANDS.get(cmd_name)
         if lazy is None:
             return None
-        module_name, _, attribute = lazy.target.partition(":")
-        command = getattr(importlib.import_module(module_name), attribute)
-        if not isinstance(command, click.Command):
-            raise TypeError(f"{lazy.target} is no click command")
+        command = _loaded(lazy)
+        if isinstance(command, click.Group):
+            for name, below in BELOW.get(cmd_name, {}).items():
+                command.add_command(_Later(name, below))
         accept_help_all(command)
         return command
 
@@ -69,6 +73,27 @@ class LazyGroup(click.Group):
         rows = [(name, lazy.summary) for name, lazy in COMMANDS.items() if lazy.everyday or showing_all(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+class _Later(click.Command):
+    """Stands for a command until it is used."""
+
+    def __init__(self, name: str, lazy: LazyCommand) -> None:
+        super().__init__(name, short_help=lazy.summary)
+        self._lazy = lazy
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        return _loaded(self._lazy).make_context(info_name, args, parent, **extra)
+
+
+def _loaded(lazy: LazyCommand) -> click.Command:
+    module_name, _, attribute = lazy.target.partition(":")
+    command = getattr(importlib.import_module(module_name), attribute)
+    if not isinstance(command, click.Command):
+        raise TypeError(f"{lazy.target} is no click command")
+    return command
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:

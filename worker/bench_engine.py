@@ -78,6 +78,7 @@ class BenchEngine:
         )
         self.phases = Phases()
         self.num_emitted = self.num_ended = 0
+        self._live: set[str] = set()
         self.failures: list[TailpackError] = []
         began = time.perf_counter()
         try:
@@ -98,7 +99,9 @@ class BenchEngine:
     def _take(self, result: StepResult) -> None:
         for output in result.outputs:
             self.num_emitted += len(output.token_ids)
-            self.num_ended += bool(output.finish_reason)
+            if output.finish_reason:
+                self.num_ended += 1
+                self._live.discard(output.request_id)
             if output.error is not None:
                 self.failures.append(output.error)
 
@@ -108,7 +111,14 @@ class BenchEngine:
         request = Request(
             request_id, "", tuple(prompt), sampling or Sampling(), stop, reuse=types_pb2.PREFIX_REUSE_NONE
         )
+        self._live.add(request_id)
         self.engine.submit(request)
+
+    def end(self) -> None:
+        """Ends all sequences."""
+        for request_id in sorted(self._live):
+            self.engine.abort(request_id)
+        self.run_out()
 
     def step(self) -> None:
         """Raises what the engine raises, or what became of a sequence."""

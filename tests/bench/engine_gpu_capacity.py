@@ -11,6 +11,7 @@ import torch
 
 from tests.bench.engine_gpu_noise import fill
 from worker.bench_engine import BenchEngine
+from worker.bench_run import in_use
 from worker.config import WorkerConfig
 from worker.families import architecture
 from worker.random_weights import random_model
@@ -90,7 +91,7 @@ def measure(raw: dict[str, Any], base: Model, mode: str, device: torch.device, s
             "tokens": [num_prompt + 1 + size.warm_up + size.steps, num_prompt + most + 1 + size.warm_up + size.steps],
             "kv_bytes": sum(held.values()),
             "kv_bytes_by_arena": held,
-            "kv_bytes_in_use": _in_use(bench),
+            "kv_bytes_in_use": in_use(bench),
             "weights_bytes": sum(use.num_bytes for use in base.uses),
             "card_bytes": total,
             "reserved_bytes": machine.reserved_bytes,
@@ -102,18 +103,5 @@ def measure(raw: dict[str, Any], base: Model, mode: str, device: torch.device, s
             "bytes_a_token": model.geometry.bytes_per_token,
             "prompts": "rows of noise, sealed by the engine; not computed",
         }
-        for sequence in list(bench.engine._running):
-            bench.engine.abort(sequence.request.request_id)
-        bench.run_out()
+        bench.end()
     return facts
-
-
-def _in_use(bench: BenchEngine) -> int:
-    """Bytes of pages that sequences hold, and of their tails."""
-    table, geometry = bench.attachment.device.table, bench.model.geometry
-    pages = sum(
-        (table.groups[g.name].num_open + table.groups[g.name].num_sealed) * g.page_bytes
-        for g in geometry.groups
-        if g.has_pages
-    )
-    return int(pages + bench.load().num_running * geometry.tail_bytes)

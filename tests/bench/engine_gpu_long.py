@@ -145,9 +145,7 @@ def measure(raw: dict[str, Any], device: torch.device, run: Run) -> dict[str, An
             "problems": checked[:3],
             "looks": looks,
         }
-        for sequence in list(bench.engine._running):
-            bench.engine.abort(sequence.request.request_id)
-        bench.run_out()
+        bench.end()
     return facts
 
 

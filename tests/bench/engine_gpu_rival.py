@@ -191,9 +191,7 @@ def ours(raw: dict[str, Any], base: Model, mode: str, side: Side, device: torch.
             bench.synchronize()
             times.append((time.perf_counter() - began) / (side.steps // 2))
         held = [*bench.attachment.arenas.values(), *bench.attachment.tails.values()]
-        for sequence in list(bench.engine._running):
-            bench.engine.abort(sequence.request.request_id)
-        bench.run_out()
+        bench.end()
     step_s = statistics.median(times)
     return {
         "ok": True,
