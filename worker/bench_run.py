@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Load:
-    """What runs: ``rows`` sequences, all of them in every step, each with a prompt of ``prompt`` random tokens, which are
+    """What runs: ``rows`` sequences, all of them in every step, each with a prompt of ``prompt`` random tokens that are
     computed by ``chunk`` a step.
 
     A window is ``tokens`` tokens of each; ``repeats`` of them, behind ``warm_up`` tokens. Sequences live through all,
