@@ -99,6 +99,7 @@ def engine(
         "device": where,
         "dtype": dtype or default_dtype("cuda" if gpus else "cpu"),
         "weights_arena": False,
+        "step_time_budget_ms": 0,  # prompts are not what is measured
     }
     first = {**_settings(kv), **_settings(settings)}
     chosen = {"first": first} if against is None else {"first": first, "second": {**first, **_settings(against)}}

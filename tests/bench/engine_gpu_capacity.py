@@ -45,6 +45,7 @@ def config_of(raw: dict[str, Any], mode: str, device: torch.device, size: Size) 
             "dtype": "bfloat16" if device.type == "cuda" else "float32",
             "max_sequence_tokens": size.num_tokens,
             "prefill_chunk": size.num_tokens,
+            "step_time_budget_ms": 0,  # a prompt is there in one step
             "decode_graphs": device.type == "cuda",
             **MODES[mode],
         }

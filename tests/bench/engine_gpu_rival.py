@@ -175,6 +175,7 @@ def ours(raw: dict[str, Any], base: Model, mode: str, side: Side, device: torch.
             "max_running": side.rows,
             "max_sequence_tokens": side.longest + side.rows,
             "prefill_chunk": side.longest + side.rows,
+            "step_time_budget_ms": 0,  # a prompt is there in one step
             "decode_graphs": on_gpu,
             **MODES[mode],
         }
