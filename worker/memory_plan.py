@@ -16,7 +16,6 @@ WORKSPACES, TABLES, GRAPH_POOLS = "attention workspaces", "tables of page kernel
 ACTIVATIONS, LIBRARIES = "activations, kept by torch's allocator", "libraries' workspaces"
 CONTEXT, LOADING, KERNELS, FIRST_STEP = "CUDA context", "loading weights", "kernels and graphs", "first steps"
 PROCESS, UNKNOWN = "interpreter and libraries", "unknown"
-IN_BLOCKS = "weights in FP8 blocks"
 _ITEM_BYTES = {**ITEM_BYTES, "int64": 8}
 _DEQUANTIZING = 5 * 4  # bytes a value beside the result: codes, values, scales and their product in float32
 _CHECKING = 2  # bytes a value beside a copy: whether it is finite
