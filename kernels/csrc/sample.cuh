@@ -119,8 +119,8 @@ template <typename T> struct SampleRow {
     const uint32_t* seen; // null: no penalty
     float penalty, inverse_temperature, largest;
 
-    __device__ __forceinline__ float logit(int i) const {
-        const float x = static_cast<float>(logits[i]);
+    __device__ __forceinline__ float logit(int i) const { return penalized(i, static_cast<float>(logits[i])); }
+    __device__ __forceinline__ float penalized(int i, float x) const {
         if (seen == nullptr || (seen[i / 32] >> i % 32 & 1u) == 0) return x;
         return x > 0.0f ? x / penalty : x * penalty;
     }
@@ -249,15 +249,25 @@ template <typename T> __device__ __forceinline__ void sample_row(const SampleArg
     uint32_t* seen = args.seen == nullptr || penalty == 1.0f ? nullptr : args.seen + r * args.seen_words;
     const T* logits = static_cast<const T*>(args.logits) + r * args.logits_stride;
     SampleRow<T> row{args, shared, logits, seen, penalty, 0.0f, 0.0f};
-    unsigned long long best = 0;
     bool finite = true;
-#pragma unroll 8
-    for (int i = thread; i < args.vocabulary; i += kSampleThreads) {
-        const float x = row.logit(i);
+    float most = -__int_as_float(0x7f800000);
+    uint32_t at = 0; // of a thread's equals the first
+    auto see = [&](int i, float x) {
         finite &= x < __int_as_float(0x7f800000); // neither NaN nor +inf
-        const unsigned long long key = static_cast<unsigned long long>(order_key(x)) << 32 | (0xffffffffu - static_cast<uint32_t>(i));
-        best = key > best ? key : best;
+        if (x > most) most = x, at = static_cast<uint32_t>(i);
+    };
+    const bool wide = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
+    const int in_eights = wide ? args.vocabulary / 8 : 0;
+#pragma unroll 4
+    for (int i = thread; i < in_eights; i += kSampleThreads) {
+        const uint4 eight = load_l2_16(logits + 8 * i);
+        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int j = 0; j < 8; j++) see(8 * i + j, row.penalized(8 * i + j, half_of<T>(words[j / 2], j % 2)));
     }
+    for (int i = 8 * in_eights + thread; i < args.vocabulary; i += kSampleThreads) see(i, row.logit(i));
+    // + 0: zeros of both signs are equals
+    unsigned long long best = static_cast<unsigned long long>(order_key(most + 0.0f)) << 32 | (0xffffffffu - at);
     best = of_all<true>(finite ? best : ~0ull, shared);
     row.largest = from_order_key(static_cast<uint32_t>(best >> 32));
     const bool broken = best == ~0ull || !(row.largest > -__int_as_float(0x7f800000));
