@@ -10,6 +10,8 @@ from protos import types_pb2
 from worker.config import WorkerConfig
 from worker.gpu_kernels import attention_kernels, page_kernels
 
+DECODE_GRAPH_RECORDS = {"sm_90a": "h200-engine_gpu-2026-11-30.jsonl"}
+"""By arch: the hardware run of captured decode steps of the llama family."""
 FP8_BLOCK_RECORDS = {"sm_90a": "h200-few_rows-2026-11-30.jsonl"}
 """Runs on record of weights in FP8 blocks, by arch."""
 
@@ -41,7 +43,13 @@ def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[t
         ),
         _switch("dense-layers", f"first {first}, last {last}" if first or last else "off", bool(packed)),
         _switch("deterministic", _on(config.deterministic), config.deterministic),
-        _switch("decode-graphs", _on(config.decode_graphs), bool(arch)),
+        types_pb2.Switch(
+            name="decode-graphs",
+            configured=_on(config.decode_graphs),
+            engaged=_on(True) if config.decode_graphs else "",  # else the worker did not start
+            evidence=DECODE_GRAPH_RECORDS.get(arch, "") if config.decode_graphs and attention_kernels(geometry) else "",
+        ),
+        _step_time_budget(config),
         types_pb2.Switch(
             name="weights",
             configured=config.weights or "as stored",
@@ -78,6 +86,13 @@ def _switch(name: str, configured: str, engaged: bool) -> types_pb2.Switch:
     return types_pb2.Switch(
         name=name, configured=configured, engaged=configured if engaged and configured != "off" else ""
     )
+
+
+def _step_time_budget(config: WorkerConfig) -> types_pb2.Switch:
+    asked = config.step_time_budget_ms
+    by_itself = "2.5 times the decode rows' own time" if config.decode_graphs else "off"
+    told = {-1: by_itself, 0: "off"}.get(asked, f"{asked} ms")
+    return _switch("step-time-budget", told, engaged=True)
 
 
 def _mode(group: LayerGroup) -> str:

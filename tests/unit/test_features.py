@@ -14,6 +14,9 @@ from worker.config import WorkerConfig
 from worker.switches import switches
 
 
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
+
+
 def geometry(mode: str, dim: int = 128) -> CacheGeometry:
     kinds = [(layer, kind) for layer in range(4) for kind in ("k", "v")]
     regions = tuple(Region(layer=layer, kind=kind, heads=2, dim=dim, dtype="bfloat16") for layer, kind in kinds)
@@ -38,6 +41,21 @@ def test_evidence_is_a_run_on_this_arch_at_this_width() -> None:
     assert not by_name(switches(asked, geometry("turboquant"), "sm_80"))["kv-mode"].evidence
     assert not by_name(switches(asked, geometry("turboquant", 32), "sm_90a"))["kv-mode"].evidence
     assert not by_name(switches(asked, geometry("turboquant"), ""))["attention"].evidence, "no run of it on a CPU"
+
+
+def test_captured_steps_and_a_steps_time_are_told_with_their_run() -> None:
+    on = config(decode_graphs=True, device="cuda:0")
+    found = by_name(switches(on, geometry("dense"), "sm_90a"))
+    graphs, budget = found["decode-graphs"], found["step-time-budget"]
+    assert (graphs.configured, graphs.engaged) == ("on", "on")
+    assert (RESULTS / graphs.evidence).is_file() and graphs.evidence
+    assert not by_name(switches(on, geometry("dense"), "sm_80"))["decode-graphs"].evidence
+    assert budget.configured == budget.engaged == "2.5 times the decode rows' own time"
+    off = by_name(switches(config(), geometry("dense"), ""))
+    assert (off["decode-graphs"].configured, off["decode-graphs"].engaged) == ("off", "")
+    assert (off["step-time-budget"].configured, off["step-time-budget"].engaged) == ("off", "")
+    limited = by_name(switches(config(step_time_budget_ms=20), geometry("dense"), ""))["step-time-budget"]
+    assert limited.configured == limited.engaged == "20 ms"
 
 
 def test_what_was_asked_for_and_does_not_run_is_not_engaged() -> None:
