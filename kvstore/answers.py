@@ -103,7 +103,7 @@ class Adopted:
     ``bases`` and ``tail_slots`` as in ``Admitted``: of packed groups, sealed pages only.
 
     ``intact`` False: rows below ``num_committed`` are missing, because a copy, a refill or a fill of its tail was cut
-    off. Nothing can be gone on with: release it and open it again.
+    off, or a page of it is not what was sealed. Nothing can be gone on with: release it and open it again.
 
     A worker that died while it replaced a sequence by a larger fork of itself leaves two slots of one request.
     """

@@ -312,6 +312,8 @@ class Attachments:
         device = await self._kept(spec) or await claim.finish(self._allocate(spec, fds))
         if not adopts and len(device.table):
             self._release_orphans(device, "the next worker cannot adopt them")
+        if len(device.table):  # whoever died may have written anywhere
+            await asyncio.to_thread(device.compare_pages)
         return self._attach_to(device, worker_id, living=False)
 
     async def _adopt(

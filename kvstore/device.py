@@ -43,6 +43,9 @@ from protos.page_hash import ROOT
 
 log = structlog.get_logger("kvstore.device")
 
+COMPARED_BYTES = 1 << 30
+"""Of pages, before a worker goes on with what another left: less than a second."""
+
 MAX_SEQUENCES = 1 << 16
 MAX_SEQUENCE_TOKENS = 1 << 24
 MAX_CHECKPOINT_SLOTS = 1 << 16
@@ -188,6 +191,7 @@ class Device:
         )
         self.verifier = Verifier(self.table, self.control, arenas)
         self._has_sealed = False
+        self._damaged: list[tuple[str, int]] = []  # pages, found before an adoption
         self._copies_asked: set[int] = set()  # slots into which the last answer asked for copies, at a truncate
 
     @staticmethod
@@ -254,6 +258,7 @@ class Device:
             device = Device(spec, arenas, control_memory, control)
             rebuild(device.table, control.copy())
             device.verify_rebuilt()
+            device.compare_pages()
         except BaseException:
             close_all(fds)
             raise
@@ -267,6 +272,21 @@ class Device:
             checkpoints="forgotten: they are not in the control block" if spec.checkpoint_slots else "none",
         )
         return device
+
+    def compare_pages(self) -> None:
+        """Behind a death and before ``adopt``: compares pages with their checksums, where the store can read them, up
+        to COMPARED_BYTES; the idle check has the others in time. Any thread, with nobody attached.
+        """
+        self._damaged, compared = self.verifier.damaged(COMPARED_BYTES)
+        for group, page in self._damaged:
+            log.error("a page is damaged: nobody goes on from it", device=self.spec.device, group=group, page=page)
+        log.info(
+            "pages compared with their checksums",
+            device=self.spec.device,
+            compared=compared,
+            unreadable=self.verifier.num_unreadable,
+            damaged=len(self._damaged),
+        )
 
     def verify_rebuilt(self) -> None:
         """Raises PreconditionFailed (BAD_CONTROL_BLOCK) where the tables do not give back the block they came from."""
@@ -301,6 +321,11 @@ class Device:
             demand_possible(slot, words[slot], self.spec.max_sequence_tokens, free)
         self._copies_asked.clear()
         self.control.epoch = epoch
+        damaged, self._damaged = self._damaged, []
+        with self.control.together():
+            for name, page in damaged:
+                self.table.condemn(name, page)
+                self._mirror_pages(name, [page])
         adopted = []
         for slot in slots:
             before = self._held(slot)
@@ -313,12 +338,14 @@ class Device:
                         self._mirror_pages(name, pages)
                     self.control.forget_packed(slot)
                 self.control.write_epoch(slot, epoch)
-            adopted.append(self._adopted(slot, words[slot]))
+            adopted.append(self._adopted(slot, words[slot], damaged))
         return adopted
 
-    def _adopted(self, slot: int, words: LastWords) -> Adopted:
+    def _adopted(self, slot: int, words: LastWords, damaged: Sequence[tuple[str, int]]) -> Adopted:
         sequence, control = self.table.sequence(slot), self.control
         void = why_void(words, sequence.groups.values())
+        if any(page in sequence.groups[name].held() for name, page in damaged):
+            void = "a page of it is damaged"
         if void:
             log.info("a sequence cannot be gone on with", device=self.spec.device, slot=slot, why=void)
         inexact_from = sequence.inexact_from

@@ -642,6 +642,11 @@ class SequenceTable:
         self.index.unpin(name, let_go)
         return let_go
 
+    def condemn(self, name: str, page: int) -> None:
+        """Nobody goes on from a page any more; who holds it keeps it."""
+        if self.index.hash_of(name, page) is not None and self.index.remove(name, page):
+            self.groups[name].uncache([page])
+
     def _settle(self, name: str, state: GroupPages) -> None:
         """Makes the pages set aside for a sequence what it may need yet."""
         target = state.still_promised()

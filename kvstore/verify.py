@@ -2,7 +2,8 @@
 
 A table that contradicts itself is a bug of this process: InternalError, the store stops. A checksum or hash in memory
 that differs is reported by name: memory is written by others too. Pages in device memory are out of the store's reach:
-their checksums are not compared here, and counted as such.
+their checksums are not compared here, and counted as such. Behind a death pages are compared before anybody goes on
+from them (``Device.compare_pages``); else while the store is idle, and when it is asked to.
 """
 
 from __future__ import annotations
@@ -108,6 +109,24 @@ class Verifier:
                 compared += found is not None
                 problems += found or []
         return problems, compared
+
+    def damaged(self, most_bytes: int) -> tuple[list[tuple[str, int]], int]:
+        """Pages (group, page) that differ from their checksums, and how many were compared: those that sequences hold
+        first, and no more than so many bytes.
+        """
+        found: list[tuple[str, int]] = []
+        compared = 0
+        for held in (True, False):
+            for name, table in self._table.groups.items():
+                size = self._arenas.pages[name].page_bytes
+                for page in range(table.num_pages):
+                    if bool(table.refs(page)) != held or size > most_bytes:
+                        continue
+                    if (problems := self._compare(name, page)) is None:
+                        continue
+                    most_bytes, compared = most_bytes - size, compared + 1
+                    found += [(name, page)] if problems else []
+        return found, compared
 
     def next_checksums(self, most: int) -> list[str]:
         """Problems of up to ``most`` pages of each group; goes on from there the next time."""

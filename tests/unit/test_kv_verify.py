@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -64,3 +65,35 @@ def test_pages_in_device_memory_are_left_out_and_counted(device: Device) -> None
     assert ["'full'" in problem for problem in device.verifier.next_checksums(4)] == [True]
     device.release(device.table.slots)
     assert device.verifier.num_unreadable == 3, "cached pages count as well"
+
+
+@pytest.mark.parametrize("taken_over", [False, True], ids=["a worker's death", "a store's death"])
+@pytest.mark.parametrize("held", [True, False], ids=["held", "cached"])
+def test_behind_a_death_nobody_goes_on_from_a_damaged_page(device: Device, taken_over: bool, held: bool) -> None:
+    if not held:
+        device.release(device.table.slots)
+    spoil(device, "other", GEOMETRY.groups[1].page_bytes + 5)
+    if taken_over:
+        _, fds = device.manifest()
+        device = Device.take_over(SPEC, [os.dup(fd) for fd in fds])
+    else:
+        device.compare_pages()
+    adopted = device.adopt(9, living=taken_over)
+    assert [each.intact for each in adopted] == [False] * held
+    device.release(device.table.slots)
+    assert device.verifier.tables() == []
+    (result,) = device.open([NewSequence("again", "", [1] * 384, 384, b"")])
+    assert isinstance(result, Admitted)
+    assert result.num_cached == 128, "the page in front of it is as it was sealed, and what follows is out of reach"
+    device.release([result.slot])
+    assert device.verifier.checksums()[0] == []
+    if taken_over:
+        device.close()
+
+
+def test_no_more_is_compared_than_there_is_time_for(device: Device) -> None:
+    for page in range(3):
+        spoil(device, "full", page * GEOMETRY.groups[0].page_bytes)
+    found, compared = device.verifier.damaged(2 * GEOMETRY.groups[0].page_bytes)
+    assert (len(found), compared) == (2, 2)
+    assert device.verifier.damaged(1 << 30)[1] == 6
