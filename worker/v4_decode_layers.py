@@ -33,13 +33,10 @@ class V4DecodeLayers:
         logits: [max_rows, vocab_size] float32 of the newest step.
     """
 
-    fp8 = False
-    weight_bytes = 0  # of copies: there are none
-
     def __init__(self, network: DeepseekV4, kv: KvView, state: DecodeState) -> None:
         self._network, self._kv, self._state = network, kv, state
         self.reaches = reaches(network.config, state.max_tokens)
-        self._kernels = StepKernels(torch.bfloat16, network.device)  # none of those used here sees rows
+        self.kernels = StepKernels(torch.bfloat16, network.device)  # none of those used here sees rows
         self._sample = SampleKernel(torch.float32, network.device)
         self.logits = torch.zeros(state.max_rows, network.config.vocab_size, device=network.device)
         self._all = torch.arange(state.max_rows, device=network.device)
@@ -56,13 +53,16 @@ class V4DecodeLayers:
     def run(self, rows: int, reach: int) -> None:
         """Launches one step of ``rows`` rows of at most ``reach`` tokens: patches, the model, the draw."""
         state, network = self._state, self._network
-        self._kernels.begin(state.words, state.step, state.patches)
+        self.kernels.begin(state.words, state.step, state.patches)
         reads = StepReads(self._kv, state, rows, reach)
         batch = self.batch(rows, reads.positions)
-        streams = network.streams(batch, reads)
-        logits = self.logits[:rows]
-        logits.copy_(network.logits(streams, batch))
-        self._sample(logits, state.sampling(rows))
+        self.draw(network.streams(batch, reads), batch)
+
+    def draw(self, streams: torch.Tensor, batch: Batch) -> None:
+        """Each row's next token from what the last layer leaves; the state is the next step's then."""
+        logits = self.logits[: batch.num_logits]
+        logits.copy_(self._network.logits(streams, batch))
+        self._sample(logits, self._state.sampling(batch.num_logits))
 
     def batch(self, rows: int, positions: torch.Tensor) -> Batch:
         """Of a step; no span of it is attended by itself."""

@@ -282,8 +282,11 @@ class Cache:
         token_ids = [rng.randrange(vocab_size) for _ in range(num_sequences)]
         return self.step(token_ids, [num_tokens] * num_sequences, device)
 
-    def step(self, token_ids: Sequence[int], lengths: Sequence[int], device: torch.device) -> Batch:
-        """One decode step: the last of so many tokens of each."""
+    def step(
+        self, token_ids: Sequence[int], lengths: Sequence[int], device: torch.device, rows: Sequence[int] = ()
+    ) -> Batch:
+        """One decode step: the last of so many tokens of each of ``rows``, by default of the first."""
+        rows = rows or range(len(token_ids))
         groups = [group.name for group in self.kv.geometry.groups]
         work = [
             SpanWork(
@@ -295,7 +298,7 @@ class Cache:
                 bases={},
                 tail_slots=dict.fromkeys(groups, at),
             )
-            for at, (token, length) in enumerate(zip(token_ids, lengths, strict=True))
+            for at, token, length in zip(rows, token_ids, lengths, strict=True)
         ]
         return build_batch(work, self.kv.geometry, deterministic=False).to(device)
 
@@ -452,18 +455,20 @@ class Bench:
 @contextmanager
 def counted_experts(found: list[int]) -> Iterator[None]:
     """Appends how many experts each layer of a step chooses."""
-    real = deepseek_v4_moe.route
+    reals = {name: getattr(deepseek_v4_moe, name) for name in ("route", "routed")}
 
-    def counting(*arguments: Any) -> Any:
-        experts, shares = real(*arguments)
-        found.append(int((experts.flatten().bincount() > 0).sum()))
-        return experts, shares
+    def counting(real: Callable[..., Any], *arguments: Any) -> Any:
+        chosen = real(*arguments)
+        found.append(int((chosen[0].flatten().bincount() > 0).sum()))
+        return chosen
 
-    deepseek_v4_moe.route = counting  # type: ignore[assignment]
+    for name, real in reals.items():
+        setattr(deepseek_v4_moe, name, partial(counting, real))
     try:
         yield
     finally:
-        deepseek_v4_moe.route = real
+        for name, real in reals.items():
+            setattr(deepseek_v4_moe, name, real)
 
 
 # --- what is said ---
@@ -669,6 +674,8 @@ def say_graphs(report: Report, bench: Bench, points: Sequence[tuple[int, int]], 
     kinds = {
         kind: max(at for at, r in enumerate(bench.network.config.ratios) if r == ratio) for ratio, kind in KINDS.items()
     }
+    if bench.network.kernels is not None:
+        bench.attempt(report, "graphs-kernels", partial(say_kernels, report, bench))
     for count, length in points:
         bench.attempt(report, f"graphs-equal-b{count}-{size(length)}", partial(say_equal, report, bench, count, length))
     for count, length in points:
@@ -689,6 +696,19 @@ def say_graphs(report: Report, bench: Bench, points: Sequence[tuple[int, int]], 
             bench.attempt(report, f"graph-profile-{kind}-b{count}", show)
 
 
+def say_kernels(report: Report, bench: Bench) -> None:
+    """The kernels between the matrix products beside PyTorch, at Flash's widths."""
+    from tests.kernels.v4_step_checks import FLASH as WIDTHS
+    from tests.kernels.v4_step_checks import checks
+
+    assert bench.network.kernels is not None
+    for rows in (1, 64, 300):
+        errors = dict(checks(bench.network.kernels, rows, WIDTHS, bench.device))
+        passed = all(error < 5e-3 for error in errors.values())
+        report.failed += not passed
+        print(json.dumps({"case": f"graphs-kernels-{rows}", "passed": passed, "errors": errors}), flush=True)
+
+
 def captured_steps(bench: Bench, lengths: list[int]) -> Steps:
     rng = random.Random(len(lengths))
     tokens = [rng.randrange(bench.network.config.vocab_size) for _ in lengths]
@@ -702,8 +722,8 @@ def say_equal(report: Report, bench: Bench, count: int, length: int) -> None:
     """Sequences of several lengths, of which some end blocks of 4 and 128 tokens and pages on the way."""
     steps = captured_steps(bench, [max(5, length - 6 - 37 * at % (length // 2)) for at in range(count)])
 
-    def eager(tokens: list[int], lengths: list[int]) -> torch.Tensor:
-        batch = bench.cache.step(tokens, lengths, bench.device)
+    def eager(tokens: list[int], lengths: list[int], rows: list[int]) -> torch.Tensor:
+        batch = bench.cache.step(tokens, lengths, bench.device, rows)
         return deepseek_v4_graphs.eager_logits(bench.network, bench.cache.kv, batch)
 
     try:
@@ -746,7 +766,7 @@ def say_captured(report: Report, bench: Bench, count: int, length: int, kinds: M
         )
     head = 2 * config.vocab_size * config.hidden_size / bench.read * 1e3
     own = [KINDS[ratio] for ratio in config.ratios]
-    rest = found["step_ms"] - sum(layer_ms[kind] for kind in own)
+    rest = found["ends_ms"]
     report.record(
         f"graphs-step-{at}",
         found["step_ms"],

@@ -29,13 +29,12 @@ from worker.v4_decode_layers import V4DecodeLayers
 
 COMPARED, REPLAYS, LOOPED = 12, 24, 24  # steps; rings keep 16 tokens more than a step reads
 AHEAD = COMPARED + REPLAYS + LOOPED + 16  # tokens behind a case's own
-NORM_MOST = 0.05  # of the difference of rows and logits, by norm: bf16 through all layers of the slice
+MEDIAN_MOST, NORM_MOST = 0.01, 0.05  # of differences by norm, in bf16 through all layers: of logits, and of kept rows
 
 
 @dataclass
 class Steps:
-    """Captured steps of sequences of ``lengths`` tokens each, the newest to be computed, in pages of a cache. Seconds of
-    the capture."""
+    """Captured steps of sequences of ``lengths`` tokens each, the newest to be computed, in pages of a cache."""
 
     network: DeepseekV4
     kv: KvView
@@ -43,7 +42,7 @@ class Steps:
     lengths: list[int]
     tokens: list[int]
     max_tokens: int
-    capture_s: float = 0.0
+    capture_s: float = 0.0  # seconds
 
     @cached_property
     def graphs(self) -> DecodeGraphs:
@@ -86,6 +85,15 @@ class Steps:
     def reach(self) -> int:
         return next(reach for reach in self.layers.reaches if reach >= max(self.lengths) + AHEAD)
 
+    def ends(self) -> None:
+        """What a step does beside its layers."""
+        count, state, network = len(self.lengths), self.graphs.state, self.network
+        self.layers.kernels.begin(state.words, state.step, state.patches)
+        reads = StepReads(self.kv, state, count, self.reach())
+        batch = self.layers.batch(count, reads.positions)
+        network.ropes(batch)
+        self.layers.draw(network.stem(batch).contiguous(), batch)
+
     def layer(self, layer: int) -> Callable[[], object]:
         """One layer of a step, over the state as it is."""
         count, state = len(self.lengths), self.graphs.state
@@ -97,59 +105,74 @@ class Steps:
         return lambda: self.network.layer(layer, streams, batch, ropes, reads)
 
 
-def compare(steps: Steps, eager: Callable[[list[int], list[int]], torch.Tensor]) -> dict[str, Any]:
+def compare(steps: Steps, eager: Callable[[list[int], list[int], list[int]], torch.Tensor]) -> dict[str, Any]:
     """Greedy tokens, logits and rows of COMPARED steps, eager first: then the same once more, captured.
 
+    In bf16 an expert at the boundary of the choice may be another one after any other order of sums, and what follows
+    is another's. So the errors of rows stand beside those of the eager step itself, of rows alone against in company.
+
     Args:
-        eager: logits [B, vocabulary] float32 of a step of these tokens, the newest of so many.
+        eager: logits [rows, vocabulary] float32 of a step of these tokens, the newest of so many, of these rows.
     """
+    rows = list(range(len(steps.lengths)))
     tokens, want, margins = list(steps.tokens), [], []
+    alone = [eager([tokens[row]], [steps.lengths[row]], [row]) for row in rows[:8]]
     first: torch.Tensor | None = None
     for turn in range(COMPARED):
-        logits = eager(tokens, [length + turn for length in steps.lengths])
+        logits = eager(tokens, [length + turn for length in steps.lengths], rows)
         first = logits.clone() if first is None else first
         best = logits.topk(2).values
         margins.append((best[:, 0] - best[:, 1]).tolist())
-        tokens = logits.argmax(-1).tolist()
+        # Of equal ones the first, as the kernel draws.
+        tokens = [int((row == row.max()).nonzero()[0]) for row in logits]
         want.append(tokens)
-    rows = {key: view.float().clone() for key, view in written(steps)}
+    kept = {key: view.float().clone() for key, view in written(steps)}
     steps.capture()
     steps.enter()
     got = steps.run(1)
     assert first is not None
-    logit_error = _error(steps.layers.logits[: len(steps.lengths)], first)
+    count = len(rows)
+    logit_errors = _errors(steps.layers.logits[:count], first)
     got += steps.run(COMPARED - 1)
     parted = [
         {"step": turn, "row": row, "margin": round(margins[turn][row], 5)}
-        for row in range(len(steps.lengths))
+        for row in rows
         for turn in _first_apart([step[row] for step in want], [step[row] for step in got])
     ]
-    near = all(each["margin"] < 0.05 for each in parted)
-    alike = set(range(len(steps.lengths))) - {each["row"] for each in parted}
-    keep = torch.tensor(sorted(alike), dtype=torch.int64, device=steps.network.device)
+    alike = sorted({*rows} - {int(each["row"]) for each in parted})
+    keep = torch.tensor(alike, dtype=torch.int64, device=steps.network.device)
     errors: dict[str, float] = {}
     for (layer, kind), view in written(steps):
         if alike:
-            error = _error(view.float()[keep], rows[layer, kind][keep])
-            errors[kind] = max(errors.get(kind, 0.0), round(error, 6))
+            each = _errors(view.float()[keep].flatten(1), kept[layer, kind][keep].flatten(1))
+            errors[kind] = max(errors.get(kind, 0.0), round(statistics.median(each), 6))
+    alone_errors = _errors(torch.cat(alone), first[: len(alone)])
+    limit = max(MEDIAN_MOST, 2 * statistics.median(alone_errors))
     return {
-        "passed": near and logit_error < NORM_MOST and all(error < NORM_MOST for error in errors.values()),
-        "rows": len(steps.lengths),
+        "passed": statistics.median(logit_errors) <= limit and all(each <= NORM_MOST for each in errors.values()),
+        "rows": count,
         "steps": COMPARED,
-        "tokens_parted": parted[:8],
+        "tokens_parted": parted[:6],
         "num_parted": len(parted),
-        "first_logits_error": round(logit_error, 6),
+        "first_logits_error": _told(logit_errors),
+        "eager_alone_error": _told(alone_errors),
         "kv_error": errors,
         "capture_s": round(steps.capture_s, 2),
     }
+
+
+def _told(errors: list[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(errors), 6), "most": round(max(errors), 6)}
 
 
 def _first_apart(want: Sequence[int], got: Sequence[int]) -> list[int]:
     return [turn for turn, pair in enumerate(zip(want, got, strict=True)) if pair[0] != pair[1]][:1]
 
 
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).norm() / want.norm().clamp(min=1e-9))
+def _errors(got: torch.Tensor, want: torch.Tensor) -> list[float]:
+    """By norm, of each row."""
+    errors: list[float] = ((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-9)).tolist()
+    return errors
 
 
 def written(steps: Steps) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
@@ -204,6 +227,7 @@ def times(steps: Steps, kinds: dict[str, int]) -> dict[str, Any]:
     replay = graphs._replays[count, steps.reach()]
     graphs.state.patches[:, 0] = 0  # every turn finds none
     found["step_ms"] = _row(replay)
+    found["ends_ms"] = _row(capture(steps.ends).replay)
     found["layer_ms"] = {kind: _row(capture(steps.layer(layer)).replay) for kind, layer in kinds.items()}
     return found
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from kernels.linear_cuda import ROW_TYPES
+from kernels.v4_step_cuda import V4Step
 from protos.errors import ModelError
 from worker.batch import Batch
 from worker.models.deepseek_v4_attention import attention
@@ -74,6 +76,9 @@ class DeepseekV4:
         self.drafts = [_take_draft(weights, f"mtp.{i}.", config) for i in range(config.num_draft_layers)]
         by_ratio = {ratio: layer_frequencies(config, ratio) for ratio in {0, *config.ratios}}
         self.frequencies = {ratio: values.to(self.device) for ratio, values in by_ratio.items()}
+        self.kernels: V4Step | None = None  # of what lies between the matrix products
+        if self.embed.is_cuda and self.embed.dtype in ROW_TYPES and _fits_kernels(config):
+            self.kernels = V4Step(self.embed.dtype, config.hc_mult, config.sinkhorn_iterations)
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +117,7 @@ class DeepseekV4:
     ) -> torch.Tensor:
         """The streams behind a layer, [R, hc_mult, hidden]."""
         rope = ropes[self.config.ratios[layer]]
-        return _block(streams, layer, self.layers[layer], self.config, batch, rope, rows)
+        return _block(streams, layer, self.layers[layer], self.config, batch, rope, rows, self.kernels)
 
     def logits(self, streams: torch.Tensor, batch: Batch) -> torch.Tensor:
         """streams [R, hc_mult, hidden] -> logits [num_logits, vocab_size] float32 of the rows that want them."""
@@ -139,7 +144,8 @@ class DeepseekV4:
         mixed = [linear(stream, weights.h_proj, None, batch.tiles) + token for stream in before.unbind(1)]
         layer, rope = config.num_layers + draft, self.ropes(batch)[0]
         # The block's router has no table, so the token ids of the batch are not looked at.
-        return _block(torch.stack(mixed, dim=1), layer, weights.block, config, batch, rope, rows)
+        streams = torch.stack(mixed, dim=1)
+        return _block(streams, layer, weights.block, config, batch, rope, rows, self.kernels)
 
     def draft_logits(self, draft: int, streams: torch.Tensor, batch: Batch) -> torch.Tensor:
         """What ``draft`` returned -> logits [num_logits, vocab_size] float32."""
@@ -171,6 +177,14 @@ class DeepseekV4:
         return linear(x, self.head, None, batch.logit_tiles).float()[: batch.num_logits]
 
 
+def _fits_kernels(config: DeepseekV4Config) -> bool:
+    """Whether kernels.v4_step_cuda takes rows of this model."""
+    normed_widths = (config.head_dim, config.index_dim, config.q_lora_rank)
+    fits = all(width % 64 == 0 and width <= 2048 for width in normed_widths) and config.num_experts <= 512
+    streams = config.hc_mult in (2, 4) and config.hc_mult * config.hidden_size % 256 == 0
+    return fits and streams and config.hidden_size % 8 == config.expert_width % 8 == 0
+
+
 def _block(
     streams: torch.Tensor,
     layer: int,
@@ -179,8 +193,19 @@ def _block(
     batch: Batch,
     rope: LayerRope,
     rows: Rows | StepReads,
+    kernels: V4Step | None,
 ) -> torch.Tensor:
-    """Attention and experts, each between reading and writing the streams [R, hc_mult, hidden]."""
+    """Attention and experts, each between reading and writing the streams [R, hc_mult, hidden]. ``kernels``: take them
+    where no deterministic mode forbids it.
+    """
+    if kernels is not None and not batch.deterministic:
+        norm_eps, eps, streams = config.norm_eps, config.hc_eps, streams.contiguous()
+        read = kernels.hyper_read(streams, *weights.attn_mixing, weights.attn_norm, norm_eps=norm_eps, eps=eps)
+        x = attention(read.x, layer, weights.attn, config, batch, rope, rows, kernels)
+        streams = kernels.hyper_write(streams, x, read.write, read.carry)
+        read = kernels.hyper_read(streams, *weights.ffn_mixing, weights.ffn_norm, norm_eps=norm_eps, eps=eps)
+        x = moe(read.x, weights.ffn, config, batch, kernels)
+        return kernels.hyper_write(streams, x, read.write, read.carry)
     by = mixing(streams, weights.attn_mixing, config, batch.tiles)
     x = normed(read_streams(streams, by.read), weights.attn_norm, config.norm_eps)
     streams = write_streams(streams, attention(x, layer, weights.attn, config, batch, rope, rows), by)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention import Part, attend_dense, merge
+from kernels.v4_step_cuda import V4Step
 from worker.batch import Batch
 from worker.models.deepseek_v4_compressor import complete
 from worker.models.deepseek_v4_config import DeepseekV4Config
@@ -44,19 +45,24 @@ def attention(
     batch: Batch,
     rope: LayerRope,
     rows: Rows | StepReads,
+    kernels: V4Step | None = None,
 ) -> torch.Tensor:
     """x [R, hidden], normed -> [R, hidden]; the step's rows of this layer are kept in ``rows``."""
-    step = project(x, weights, config, batch, rope)
+    step = project(x, weights, config, batch, rope, kernels)
     rows.keep(layer, RAW_ROW, step.raw)
     if step.pending is not None:
         rows.keep(layer, HCA_PENDING if step.index_pending is None else CSA_PENDING, step.pending)
     if step.index_pending is not None:
         rows.keep(layer, INDEX_PENDING, step.index_pending)
     if isinstance(rows, StepReads):
-        out = attend_decode(step, layer, weights, config, rope, rows)
+        out = attend_decode(step, layer, weights, config, rope, rows, kernels)
     else:
-        out = _attend_spans(step, layer, weights, config, batch, rope, rows)
-    return project_out(rotate_last(out, rope.step.inverse).to(x.dtype), weights, config, batch.tiles)
+        out = _attend_spans(step, layer, weights, config, batch, rope, rows, kernels)
+    if kernels is None:
+        out = rotate_last(out, rope.step.inverse).to(x.dtype)
+    else:
+        out = kernels.rotate(out, *rope.step, inverse=True)
+    return project_out(out, weights, config, batch.tiles, together=kernels is not None)
 
 
 def _attend_spans(
@@ -67,12 +73,13 @@ def _attend_spans(
     batch: Batch,
     rope: LayerRope,
     rows: Rows,
+    kernels: V4Step | None,
 ) -> torch.Tensor:
     """[R, heads, dim] float32; 0 in padding rows."""
     out = step.q.new_zeros(step.q.shape, dtype=torch.float32)
     decode = rows.decode()
     if decode is not None:
-        out[decode.rows] = attend_decode(step, layer, weights, config, rope, decode)
+        out[decode.rows] = attend_decode(step, layer, weights, config, rope, decode, kernels)
     for number, span in enumerate(batch.spans):
         if decode is not None and span.num_rows == 1:
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.v4_step_cuda import V4Step
 from worker.models.deepseek_v4_compressor import CompressorWeights, compressed_rows, pooled
 from worker.models.deepseek_v4_config import DeepseekV4Config
 from worker.models.deepseek_v4_geometry import (
@@ -33,6 +34,7 @@ def attend_decode(
     config: DeepseekV4Config,
     rope: LayerRope,
     reads: Reads,
+    kernels: V4Step | None = None,
 ) -> torch.Tensor:
     """The decode rows' attention, [B, heads, dim] float32. Their raw and pending rows are kept already; the blocks that
     they complete are kept here, and each row sees its own.
@@ -43,7 +45,11 @@ def attend_decode(
         more = _compressed(step, layer, weights, config, rope, reads)
         if more is not None:
             rows, hidden = torch.cat((rows, more[0]), dim=1), torch.cat((hidden, more[1]), dim=1)
-    return _softmax_attention(q, rows, hidden, weights.sink, config.head_dim**-0.5)
+    scale = config.head_dim**-0.5
+    if kernels is None:
+        return _softmax_attention(q, rows, hidden, weights.sink, scale)
+    shares = kernels.softmax(_product(q, rows.transpose(1, 2)), hidden, weights.sink, scale)
+    return _product(shares, rows)
 
 
 def _compressed(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from kernels.v4_step_cuda import Routed, V4Step
 from worker.batch import DECODE_TILE, Batch
 from worker.models.deepseek_v4_config import DeepseekV4Config
 from worker.models.deepseek_v4_pieces import by_rows
@@ -58,12 +59,17 @@ def clamped_swiglu(gate_up: torch.Tensor, limit: float, *, deterministic: bool) 
     return swiglu(gate.clamp(max=limit), up.clamp(-limit, limit), deterministic=deterministic)
 
 
-def moe(x: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, batch: Batch) -> torch.Tensor:
+def moe(
+    x: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, batch: Batch, kernels: V4Step | None = None
+) -> torch.Tensor:
     """x [R, hidden] -> [R, hidden] in x's dtype: the routed experts' weighted sum plus the shared expert.
 
     On a GPU in bfloat16 all experts' products are two calls (``_grouped``) and the host waits for nothing; elsewhere,
-    and in deterministic mode, it goes from expert to expert and waits once, for how many rows each has.
+    and in deterministic mode, it goes from expert to expert and waits once, for how many rows each has. With
+    ``kernels`` each thing between the products is one launch.
     """
+    if kernels is not None:
+        return _by_kernels(x, weights, config, batch, kernels)
     experts, shares = route(x, weights, config, batch)
     gate_up = linear(x, weights.shared_up, None, batch.tiles)
     gated = clamped_swiglu(gate_up, config.swiglu_limit, deterministic=batch.deterministic)
@@ -80,6 +86,25 @@ def moe(x: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, batch: B
             out.index_add_(0, some, _expert(x[some], shares[first : first + count], expert, weights, config, batch))
             first += count
     return out.to(x.dtype)
+
+
+def routed(x: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, batch: Batch, kernels: V4Step) -> Routed:
+    """As ``route``."""
+    logits = linear(x.float(), weights.gate, None, batch.tiles)
+    chosen, scale = config.experts_per_token, config.routed_scale
+    return kernels.route(logits, weights.bias, weights.table, batch.token_ids, num_chosen=chosen, scale=scale)
+
+
+def _by_kernels(
+    x: torch.Tensor, weights: MoeWeights, config: DeepseekV4Config, batch: Batch, kernels: V4Step
+) -> torch.Tensor:
+    by, limit = routed(x, weights, config, batch, kernels), config.swiglu_limit
+    gated = kernels.swiglu(linear(x, weights.shared_up, None, batch.tiles), None, limit)
+    shared = linear(gated, weights.shared_down, None, batch.tiles)
+    rows, shares = kernels.spread(x, by)
+    gate_up = F.grouped_mm(rows, weights.up.transpose(1, 2), offs=by.ends)
+    gated = kernels.swiglu(gate_up, shares, limit)
+    return kernels.gather_sum(shared, F.grouped_mm(gated, weights.down.transpose(1, 2), offs=by.ends), by)
 
 
 def _grouped(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.v4_step_cuda import V4Step
 from worker.batch import Batch
 from worker.models.deepseek_v4_compressor import CompressorWeights, pending_rows
 from worker.models.deepseek_v4_config import DeepseekV4Config
@@ -67,31 +68,53 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def project(
-    x: torch.Tensor, weights: AttentionWeights, config: DeepseekV4Config, batch: Batch, rope: LayerRope
+    x: torch.Tensor,
+    weights: AttentionWeights,
+    config: DeepseekV4Config,
+    batch: Batch,
+    rope: LayerRope,
+    kernels: V4Step | None = None,
 ) -> Projected:
-    tiles, eps = batch.tiles, config.norm_eps
-    q_low = normed(linear(x, weights.wq_a, None, tiles), weights.q_norm, eps)
-    q = linear(q_low, weights.wq_b, None, tiles).view(-1, config.num_heads, config.head_dim)
-    step = Projected(
-        q=rotate_last(rms(q, eps).to(x.dtype), rope.step),
-        raw=rotate_last(normed(linear(x, weights.wkv, None, tiles), weights.kv_norm, eps), rope.step).unsqueeze(1),
-    )
+    """``kernels``: take them for norms and rotations."""
+    tiles, eps, (cos, sin) = batch.tiles, config.norm_eps, rope.step
+    q_low, raw = (linear(x, weight, None, tiles) for weight in (weights.wq_a, weights.wkv))
+    if kernels is None:
+        q_low = normed(q_low, weights.q_norm, eps)
+        q = linear(q_low, weights.wq_b, None, tiles).view(-1, config.num_heads, config.head_dim)
+        q = rotate_last(rms(q, eps).to(x.dtype), rope.step)
+        raw = rotate_last(normed(raw, weights.kv_norm, eps), rope.step).unsqueeze(1)
+    else:
+        none = cos[:, :0]
+        q_low = kernels.rotate(q_low.unsqueeze(1), none, none, normed=True, weight=weights.q_norm, eps=eps).squeeze(1)
+        q = linear(q_low, weights.wq_b, None, tiles).view(-1, config.num_heads, config.head_dim)
+        q = kernels.rotate(q, cos, sin, normed=True, eps=eps)
+        raw = kernels.rotate(raw.unsqueeze(1), cos, sin, normed=True, weight=weights.kv_norm, eps=eps)
+    step = Projected(q=q, raw=raw)
     if weights.compressor is not None:
         step = step._replace(pending=pending_rows(x, batch.positions, weights.compressor, tiles))
     if weights.indexer is not None:
-        index_q = linear(q_low, weights.indexer.wq_b, None, tiles)
+        index_q = linear(q_low, weights.indexer.wq_b, None, tiles).view(-1, config.index_heads, config.index_dim)
         index_weights = linear(x, weights.indexer.weights_proj, None, tiles).float()
         step = step._replace(
-            index_q=rotate_last(index_q.view(-1, config.index_heads, config.index_dim), rope.step),
+            index_q=rotate_last(index_q, rope.step) if kernels is None else kernels.rotate(index_q, cos, sin),
             index_weights=index_weights * (config.index_dim * config.index_heads) ** -0.5,
             index_pending=pending_rows(x, batch.positions, weights.indexer.compressor, tiles),
         )
     return step
 
 
-def project_out(out: torch.Tensor, weights: AttentionWeights, config: DeepseekV4Config, tiles: Tiles) -> torch.Tensor:
-    """[R, heads, dim] -> [R, hidden]: consecutive heads are a group with a projection of its own, then all are one."""
-    groups = out.reshape(len(out), config.o_groups, -1).unbind(1)
-    shares = weights.wo_a.chunk(config.o_groups)
-    low = [linear(group, share, None, tiles) for group, share in zip(groups, shares, strict=True)]
-    return linear(torch.cat(low, dim=-1), weights.wo_b, None, tiles)
+def project_out(
+    out: torch.Tensor, weights: AttentionWeights, config: DeepseekV4Config, tiles: Tiles, *, together: bool = False
+) -> torch.Tensor:
+    """[R, heads, dim] -> [R, hidden]: consecutive heads are a group with a projection of its own, then all are one.
+
+    ``together``: the groups' products in one call, whose shape no tile bounds.
+    """
+    groups = out.reshape(len(out), config.o_groups, -1)
+    if together:
+        shares = weights.wo_a.view(config.o_groups, -1, groups.shape[-1])
+        low = torch.bmm(groups.transpose(0, 1), shares.transpose(1, 2)).transpose(0, 1).flatten(1)
+    else:
+        pairs = zip(groups.unbind(1), weights.wo_a.chunk(config.o_groups), strict=True)
+        low = torch.cat([linear(group, share, None, tiles) for group, share in pairs], dim=-1)
+    return linear(low, weights.wo_b, None, tiles)

@@ -1,0 +1,228 @@
+"""What a decode step of deepseek_v4 does between its matrix products, on a GPU, one launch each (csrc/v4_step.cuh).
+
+The references, and the paths of a CPU, of float32 and of deterministic mode, are the functions of the same names in
+worker/models/deepseek_v4_*.py. Everything launches on torch's current stream, waits for nothing and may be captured; a
+row's bits do not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import loader
+from kernels.errors import ArgumentError
+from kernels.linear_cuda import ROW_TYPES
+from kernels.v4_step_cells import V4_KERNELS, v4_step_cell
+
+THREADS, ROW_VALUES = 256, 2048  # of a CTA
+_SLICE, _SLICE_ROWS, _WARPS = 256, 8, 8
+_MAX_DIM, _MAX_EXPERTS, _MAX_CHOSEN = 2048, 512, 32
+
+Launch = Callable[[str, int, tuple[Tensor | int, ...]], None]
+"""Kernel by its name in V4_KERNELS, CTAs, arguments."""
+
+
+class Read(NamedTuple):
+    """x [R, hidden], normed; write [R, h] and carry [R, h, h] float32, as ``deepseek_v4_hyper.Mixing`` has them."""
+
+    x: Tensor
+    write: Tensor
+    carry: Tensor
+
+
+class Routed(NamedTuple):
+    """experts int32, shares float32, [R, K]; place [R K] int32: where entries go in the order of experts; ends [E]
+    int32, behind each expert's last."""
+
+    experts: Tensor
+    shares: Tensor
+    place: Tensor
+    ends: Tensor
+
+
+class V4Step:
+    """The kernels for rows of one dtype (bf16 or f16), h streams and so many iterations of balancing.
+
+    Args:
+        launch: by default on the arguments' device.
+    """
+
+    def __init__(self, dtype: torch.dtype, streams: int, iterations: int, launch: Launch | None = None) -> None:
+        if dtype not in ROW_TYPES or streams not in (2, 4):
+            raise ArgumentError(
+                "no kernels of such a decode step",
+                given=f"{dtype}, {streams} streams",
+                allowed=f"{', '.join(map(str, ROW_TYPES))}; 2 or 4 streams",
+                action="use PyTorch",
+            )
+        self.dtype, self.streams = dtype, streams
+        self.cell = v4_step_cell(ROW_TYPES[dtype], streams, iterations)
+        self._kernels = dict(zip(V4_KERNELS, self.cell.kernels, strict=True))
+        self._launch = launch or self._on_device
+
+    def _on_device(self, name: str, ctas: int, arguments: tuple[Tensor | int, ...]) -> None:
+        device = next(each for each in arguments if isinstance(each, Tensor)).device
+        loader.launch(self.cell, self._kernels[name], device, ctas=ctas, threads=THREADS, arguments=arguments)
+
+    def hyper_read(
+        self,
+        streams: Tensor,
+        fn: Tensor,
+        base: Tensor,
+        scale: Tensor,
+        norm: Tensor,
+        *,
+        norm_eps: float,
+        eps: float,
+    ) -> Read:
+        """streams [R, h, hidden], fn [(2 + h) h, h hidden], base [(2 + h) h], scale [3], norm [hidden]."""
+        rows, h, hidden = streams.shape
+        outputs = len(base)
+        self._demand(streams, self.dtype, (rows, self.streams, hidden))
+        self._demand(fn, torch.float32, (self.streams * (2 + self.streams), h * hidden))
+        self._demand(norm, torch.float32, (hidden,))
+        slices = h * hidden // _SLICE
+        if h * hidden % _SLICE:
+            raise self._unfit(streams, f"h hidden a multiple of {_SLICE}")
+        partial = fn.new_empty(slices, rows, outputs + 1)
+        groups = -(-rows // _SLICE_ROWS)
+        self._launch("partial", slices * groups, (streams, fn, partial, rows, h * hidden, outputs))
+        found = Read(streams.new_empty(rows, hidden), fn.new_empty(rows, h), fn.new_empty(rows, h, h))
+        numbers = (rows, hidden, _bits(norm_eps), _bits(eps))
+        self._launch("read", rows, (partial, base, scale, streams, norm, *found, *numbers))
+        return found
+
+    def hyper_write(self, streams: Tensor, y: Tensor, write: Tensor, carry: Tensor) -> Tensor:
+        """streams [R, h, hidden], y [R, hidden] -> [R, h, hidden], new."""
+        rows, _, hidden = streams.shape
+        self._demand(streams, self.dtype, (rows, self.streams, hidden))
+        self._demand(y, self.dtype, (rows, hidden))
+        out = torch.empty_like(streams)
+        self._launch("write", rows * -(-hidden // ROW_VALUES), (streams, y, write, carry, out, hidden))
+        return out
+
+    def rotate(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        normed: bool = False,
+        weight: Tensor | None = None,
+        inverse: bool = False,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """x [R, heads, dim] in the dtype or float32, cos and sin [R, rope / 2] (rope 0: none) -> the dtype, new."""
+        rows, heads, dim = x.shape
+        wide = x.dtype == torch.float32
+        self._demand(x, torch.float32 if wide else self.dtype, (rows, heads, dim))
+        rope = 2 * cos.shape[-1]
+        if dim % 64 or dim > _MAX_DIM or rope > dim:
+            raise self._unfit(x, f"dims of up to {_MAX_DIM}, multiples of 64")
+        if weight is not None:
+            self._demand(weight, torch.float32, (dim,))
+        for angles in (cos, sin):
+            self._demand(angles, torch.float32, (rows, rope // 2))
+        out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
+        flags = (int(normed), int(inverse), _bits(eps))
+        pointers = (x, int(wide), 0 if weight is None else weight, cos, sin, out)
+        self._launch("rotate", -(-rows * heads // _WARPS), (*pointers, rows, heads, dim, rope, *flags))
+        return out
+
+    def route(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        table: Tensor | None,
+        tokens: Tensor,
+        *,
+        num_chosen: int,
+        scale: float,
+    ) -> Routed:
+        """logits [R, E] float32; bias [E] float32, or table [vocabulary, K] and tokens [R] int64."""
+        rows, experts = logits.shape
+        self._demand(logits, torch.float32, (rows, experts), aligned=False)
+        if experts > _MAX_EXPERTS or num_chosen > min(_MAX_CHOSEN, experts):
+            raise self._unfit(logits, f"up to {_MAX_EXPERTS} experts, {_MAX_CHOSEN} of which are chosen")
+        if table is not None:
+            self._demand(table, torch.int64, (len(table), num_chosen))
+            self._demand(tokens, torch.int64, (rows,), aligned=False)
+        else:
+            assert bias is not None
+            self._demand(bias, torch.float32, (experts,))
+        chosen = torch.empty(rows, num_chosen, dtype=torch.int32, device=logits.device)
+        entries = rows * num_chosen
+        found = Routed(
+            chosen,
+            torch.empty(chosen.shape, dtype=torch.float32, device=logits.device),
+            chosen.new_empty(entries),
+            chosen.new_empty(experts),
+        )
+        by = (0 if bias is None else bias, 0 if table is None else table, tokens)
+        self._launch(
+            "route",
+            -(-rows // _WARPS),
+            (logits, *by, chosen, found.shares, rows, experts, num_chosen, _bits(scale)),
+        )
+        ctas = -(-entries // THREADS) + -(-experts // THREADS)
+        self._launch("order", ctas, (chosen, found.place, found.ends, entries, experts))
+        return found
+
+    def spread(self, x: Tensor, routed: Routed) -> tuple[Tensor, Tensor]:
+        """x [R, width] -> each row K times in the order of experts, [R K, width], and the shares of these rows."""
+        rows, width = x.shape
+        self._demand(x, self.dtype, (rows, width))
+        entries = len(routed.place)
+        sorted_, shares = x.new_empty(entries, width), routed.shares.new_empty(entries)
+        arguments = (x, routed.place, routed.shares, sorted_, shares, entries // rows, width)
+        self._launch("spread", entries, arguments)
+        return sorted_, shares
+
+    def swiglu(self, gate_up: Tensor, shares: Tensor | None, limit: float) -> Tensor:
+        """silu(min(gate, limit)) clamp(up, -limit, limit) share of gate_up [N, 2 width] -> [N, width]."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        self._demand(gate_up, self.dtype, (rows, 2 * width))
+        out = gate_up.new_empty(rows, width)
+        by = 0 if shares is None else shares
+        self._launch("swiglu", rows * -(-width // ROW_VALUES), (gate_up, by, out, width, _bits(limit)))
+        return out
+
+    def gather_sum(self, shared: Tensor, sorted_: Tensor, routed: Routed) -> Tensor:
+        """shared [R, width] plus the sum of each row's K results among sorted_ [R K, width] -> [R, width]."""
+        rows, width = shared.shape
+        self._demand(shared, self.dtype, (rows, width))
+        self._demand(sorted_, self.dtype, (len(routed.place), width))
+        out = torch.empty_like(shared)
+        arguments = (shared, sorted_, routed.place, out, len(routed.place) // rows, width)
+        self._launch("sum", rows * -(-width // ROW_VALUES), arguments)
+        return out
+
+    def softmax(self, scores: Tensor, hidden: Tensor, sinks: Tensor, scale: float) -> Tensor:
+        """scores [B, heads, N] float32, hidden [B, N] bool, sinks [heads] -> weights [B, heads, N] in the dtype."""
+        batch, heads, n = scores.shape
+        self._demand(scores, torch.float32, (batch, heads, n), aligned=False)
+        self._demand(hidden, torch.bool, (batch, n), aligned=False)
+        self._demand(sinks, torch.float32, (heads,))
+        out = torch.empty(scores.shape, dtype=self.dtype, device=scores.device)
+        self._launch("softmax", batch * heads, (scores, hidden, sinks, out, heads, n, _bits(scale)))
+        return out
+
+    def _demand(self, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, aligned: bool = True) -> None:
+        rough = aligned and (x.data_ptr() % 16 or (dtype == self.dtype and x.shape[-1] % 8))
+        if x.dtype != dtype or tuple(x.shape) != shape or not x.is_contiguous() or rough:
+            raise self._unfit(x, f"contiguous {dtype} {shape}, at a multiple of 16 bytes")
+
+    def _unfit(self, x: Tensor, allowed: str) -> ArgumentError:
+        given = f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}"
+        return ArgumentError(
+            "a tensor does not fit the decode step", given=given, allowed=allowed, action="use PyTorch"
+        )
+
+
+def _bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<f", value), "little", signed=True)

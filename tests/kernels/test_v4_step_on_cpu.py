@@ -1,0 +1,80 @@
+"""The kernels of deepseek_v4's decode step (csrc/v4_step.cuh), run on a CPU thread by thread, beside PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels.errors import ArgumentError
+from kernels.v4_step_cells import V4_KERNELS, v4_step_cell
+from kernels.v4_step_cuda import V4Step
+from tests.kernels.emulator import Emulator, needs_compiler
+from tests.kernels.v4_step_checks import SMALL, checks
+from tests.unit.deepseek_v4_tiny import Driver, random_weights, tiny_config
+from worker.models.deepseek_v4_checkpoint import is_integer, kept_in_float32
+
+CPU = torch.device("cpu")
+MOST = {torch.bfloat16: 3e-3, torch.float16: 4e-4}  # some roundings fall the other way
+Make = Callable[[torch.dtype], V4Step]
+launched: dict[str, int] = {}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    folder = tmp_path_factory.mktemp("v4")
+
+    def of(dtype: torch.dtype) -> V4Step:
+        cell = v4_step_cell({torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], 4, 20)
+        library = Emulator.build("v4_step.cpp", folder, [f"-D{name}={value}" for name, value in cell.defines])
+
+        def launch(name: str, ctas: int, arguments: tuple[torch.Tensor | int, ...]) -> None:
+            launched[name] = launched.get(name, 0) + 1
+            library.call(f"v4_{name}", ctas, *arguments, seed=3)
+
+        return V4Step(dtype, 4, 20, launch)
+
+    return of
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_are_those_of_pytorch(make: Make, dtype: torch.dtype) -> None:
+    step = make(dtype)
+    for rows in (1, 11) if dtype == torch.bfloat16 else (11,):
+        for name, error in checks(step, rows, SMALL, CPU):
+            assert error <= MOST[dtype], f"{name} of {rows} rows: {error:.3g}"
+
+
+@needs_compiler
+def test_a_model_says_the_same_through_them(make: Make) -> None:
+    config = tiny_config(hca_ratio=16, head_dim=64, q_lora_rank=64, index_head_dim=64)
+    weights = {
+        name: value if kept_in_float32(name) or is_integer(name) else value.bfloat16()
+        for name, value in random_weights(config, 2).items()
+    }
+    plain, ours = (Driver(config, weights, dtype="bfloat16") for _ in range(2))
+    ours.model.kernels = make(torch.bfloat16)
+    tokens = torch.randint(97, (22,), generator=torch.Generator().manual_seed(1)).tolist()
+    launched.clear()
+    want, got = (driver.run(tokens, [20, 1]) for driver in (plain, ours))
+    assert (got - want).norm() < 1e-2 * want.norm()
+    assert launched.keys() == {*V4_KERNELS} - {"softmax"}  # these rows are read span by span
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    names: list[str] = []
+    step = V4Step(torch.bfloat16, 4, 20, lambda name, ctas, arguments: names.append(name))
+    streams, y = torch.zeros(2, 4, 64, dtype=torch.bfloat16), torch.zeros(2, 64, dtype=torch.bfloat16)
+    with pytest.raises(ArgumentError, match="does not fit"):
+        step.hyper_write(streams.transpose(0, 1), y, y, y)
+    with pytest.raises(ArgumentError, match="does not fit"):
+        step.swiglu(y.float(), None, 1.0)
+    with pytest.raises(ArgumentError, match="does not fit"):
+        step.rotate(torch.zeros(2, 1, 96, dtype=torch.bfloat16), torch.zeros(2, 8), torch.zeros(2, 8))
+    with pytest.raises(ArgumentError, match="experts"):
+        step.route(torch.zeros(2, 513), torch.zeros(513), None, torch.zeros(2), num_chosen=2, scale=1.0)
+    with pytest.raises(ArgumentError, match="decode step"):
+        V4Step(torch.float32, 4, 20)
+    assert not names and len(V4_KERNELS) == len(step.cell.kernels)
