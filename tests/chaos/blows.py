@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,14 @@ class Report:
     interrupted: int = 0  # of these, those that met a death
     tokens: int = 0
     seconds: float = 0.0
+    parts_s: dict[str, float] = field(default_factory=dict)  # where they went
     counts: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.parts_s[name] = round(time.monotonic() - began, 2)
 
     def hit(self, name: str, signum: int) -> None:
         self.blows += 1

@@ -32,9 +32,10 @@ from tests.e2e.cluster import (
 from worker.cluster import DEATHS_S, MAX_DEATHS
 
 NUM_ASKS = 8
-PAUSE_S = 1.6
+PAUSE_S = 1.0
 ALL_UP_SHARE = 0.3  # Ray takes seconds to bring a worker back
-OPTIONS = ["--workers", "2", "--deterministic", "--kv-bytes", "16M", "--max-running", "4", "--threads", "1"]
+OPTIONS = ["--device", "cpu", "--workers", "2", "--deterministic", "--kv-bytes", "16M", "--max-running", "4"]
+OPTIONS += ["--threads", "1"]
 VICTIMS: Victims = [
     (("worker-0",), 27),
     (("worker-1",), 27),
@@ -65,32 +66,29 @@ async def run(seed: int, num_blows: int, folder: Path) -> Report:
     files = folder / f"cluster-{seed}"
     files.mkdir()
     with running(files, model, OPTIONS) as cluster:
+        report.parts_s["start"] = round(time.monotonic() - began, 2)
         try:
             async with AsyncTailpack(cluster.router, retry=PATIENT) as client:
-                expected = dict(
-                    zip(wanted, await asyncio.gather(*[undisturbed_by_client(client, a) for a in wanted]), strict=True)
-                )
+                with report.part("undisturbed"):
+                    answers = await asyncio.gather(*[undisturbed_by_client(client, ask) for ask in wanted])
                 streams = ClientStreams(
                     client,
                     f"c{seed}",
                     random.Random(f"streams {seed}"),
-                    expected,
+                    dict(zip(wanted, answers, strict=True)),
                     has_ended=lambda request_id: has_ended(cluster.folder.glob("logs/worker-*.log"), request_id),
                 )
-                await _under_blows(
-                    cluster,
-                    client,
-                    streams,
-                    num_blows,
-                    plan(seed, VICTIMS, pause_s=PAUSE_S, routers=True, all_up_share=ALL_UP_SHARE),
-                    report,
-                )
-                await _idle(cluster, client)
+                blows = plan(seed, VICTIMS, pause_s=PAUSE_S, routers=True, all_up_share=ALL_UP_SHARE)
+                with report.part("blows"):
+                    await _under_blows(cluster, client, streams, num_blows, blows, report)
+                with report.part("idle"):
+                    await _idle(cluster, client)
             report.streams, report.counts = len(streams.ended), streams.counts
             report.tokens = sum(len(stream.got) for stream in streams.ended)
             processes = cluster.descendants()
-            assert await asyncio.to_thread(cluster.stop) == 0, "`up` ended badly"
-            assert wait_gone(processes) == []
+            with report.part("stop"):
+                assert await asyncio.to_thread(cluster.stop) == 0, "`up` ended badly"
+                assert wait_gone(processes) == []
             assert left_in_shared_memory(before) == set()
             assert not cluster.folder.exists()
         except Exception as failure:
