@@ -57,6 +57,7 @@ KV_VIEW, KV_MOVES, SEQUENCE_KV = "worker/kv_view.py", "worker/kv_moves.py", "wor
 TEST_RETENTION, TEST_SEQUENCES = "tests/unit/test_kv_retention.py::", "tests/unit/test_kv_sequences.py::"
 TEST_MOVES, TEST_ENGINE = "tests/unit/test_kv_moves.py::", "tests/unit/test_engine_packed.py::"
 TEST_BAKED = "tests/unit/test_baked.py::"
+TEST_LEDGER, TEST_BUDGET = "tests/unit/test_ledger.py::", "tests/unit/test_memory_budget.py::"
 TEST_HASH = "tests/unit/test_page_hash.py::"
 TEST_PACKED, TEST_PAGE_CODEC = "tests/scenarios/test_kvstore_packed.py::", "tests/kernels/test_page_codec.py::"
 FRAGMENTS, TEST_FRAGMENTS = "kernels/fragments.py", "tests/kernels/test_fragments.py::"
@@ -884,6 +885,26 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
         (TEST_BAKED + "test_nothing_moves_in_many_steps_with_sequences_coming_and_going",),
+    ),
+    Mutation(
+        "ledger: what comes later is nobody's business",
+        (("worker/ledger.py", "_rest(now, books) - sum(books.phases.values())", "0"),),
+        (TEST_LEDGER + "test_what_comes_later_beside_all_owners_is_unknown_and_an_alarm_once",),
+    ),
+    Mutation(
+        "ledger: a storage counted for everybody who looks at it",
+        (("worker/ledger.py", "storages(*roots) - claimed:", "storages(*roots):"),),
+        (TEST_LEDGER + "test_every_byte_of_a_start_has_an_owner",),
+    ),
+    Mutation(
+        "shell: a worker that starts whatever its budget says",
+        (("worker/shell.py", "    budget.demand()\n", "    del plan\n"),),
+        (TEST_BUDGET + "test_a_worker_draws_its_budget_up_before_it_reads_weights",),
+    ),
+    Mutation(
+        "bench engine: a difference within the spread called one",
+        (("worker/bench_report.py", "    if low > 1:", "    if middle > 1:"),),
+        ("tests/unit/test_bench_engine_cli.py::test_a_difference_within_the_spread_is_none",),
     ),
     Mutation(
         "decode graphs: a row taken without a look at what is baked in",

@@ -14,12 +14,13 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
-from protos import router_pb2, router_pb2_grpc
+from protos import router_pb2, router_pb2_grpc, rpc, worker_pb2, worker_pb2_grpc
 from protos.errors import Unavailable
 from tests.scenarios.kvstore_process import StoreProcess
 from tests.unit.tiny import config_for, write_model
-from worker import shell
+from worker import ledger, shell
 from worker.memory_cli import memory
+from worker.memory_meter import HOST
 from worker.weights import load_model
 
 
@@ -66,6 +67,33 @@ async def test_every_owner_is_named_and_counted(tmp_path: Path, in_store: bool) 
     assert group.arena_bytes == uses["cpu:0", "pages full"] + uses["cpu:0", "tails full"]
     for word in ("weights", "pages full", "tails full", "control block", "unknown", "together", "█"):
         assert word in as_table.output
+
+
+async def test_memory_that_nobody_owns_is_an_alarm_that_routers_hear_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ledger.LIMITS, HOST, 32 << 20)
+    monkeypatch.setattr(shell, "MEMORY_LOOK_S", 0.05)
+    with StoreProcess() as store:
+        config = replace(config_for(write_model(tmp_path), max_running=2), kv_socket=store.socket, arena_bytes=2 << 20)
+        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(shell.serve(config, "127.0.0.1:0", stop, on_ready=ready.set_result))
+        async with rpc.channel((await asyncio.wait_for(ready, 60)).address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+
+            async def grown() -> int:
+                return int((await stub.Info(worker_pb2.InfoRequest(), timeout=5)).load.memory_grown_bytes)
+
+            assert not await grown()
+            leak = bytearray(b"x") * (96 << 20)
+            for _ in range(200):
+                await asyncio.sleep(0.05)
+                if size := await grown():
+                    break
+            assert 32 << 20 < size < 200 << 20
+            del leak
+        stop.set()
+        await asyncio.wait_for(serving, 60)
 
 
 def test_who_does_not_answer_is_named() -> None:

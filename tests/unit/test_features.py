@@ -13,7 +13,6 @@ from router.features_cli import gathered
 from worker.config import WorkerConfig
 from worker.switches import switches
 
-
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from protos.errors import CapacityError
 from tests.unit.fake_gpu_kernels import ARCH, FakeGpuKernels
 from tests.unit.gpu_pair import MODES, SHAPE
 from tests.unit.tiny import Harness, config_for, write_model
+from worker import shell
 from worker.decode_state import DecodeState
 from worker.held import storages
 from worker.memory_budget import ARENAS, RESERVE, Budget, planned
@@ -80,6 +82,21 @@ def test_it_is_refused_with_the_table_where_it_does_not_add_up(plan: Callable[..
     with pytest.raises(CapacityError) as refused:
         budget(plan(), free=1000)
     assert refused.value.reason == "MODEL_TOO_LARGE"
+
+
+def test_a_worker_draws_its_budget_up_before_it_reads_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("weights are read before the budget adds up")
+
+    monkeypatch.setattr(shell, "prepare", never)
+    monkeypatch.setattr(shell, "store_name", lambda device: DEVICE)
+    monkeypatch.setattr(shell, "torch_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(shell, "arch_of", lambda device: ARCH)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 2 << 30))
+    config = config_for(folder, dtype="float16", device="cuda:0", arena_bytes=64 << 20)
+    with pytest.raises(CapacityError) as refused:
+        asyncio.run(shell.serve(config, "127.0.0.1:0", asyncio.Event(), on_ready=never))
+    assert refused.value.reason == "MEMORY_BUDGET"
 
 
 def test_what_the_kvstore_holds_for_the_worker_is_not_asked_for_twice(plan: Callable[..., Plan]) -> None:
