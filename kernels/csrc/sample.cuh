@@ -256,14 +256,16 @@ template <typename T> __device__ __forceinline__ void sample_row(const SampleArg
         finite &= x < __int_as_float(0x7f800000); // neither NaN nor +inf
         if (x > most) most = x, at = static_cast<uint32_t>(i);
     };
-    const bool wide = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
+    const bool wide = sizeof(T) == 2 && reinterpret_cast<uintptr_t>(logits) % 16 == 0;
     const int in_eights = wide ? args.vocabulary / 8 : 0;
+    if constexpr (sizeof(T) == 2) {
 #pragma unroll 4
-    for (int i = thread; i < in_eights; i += kSampleThreads) {
-        const uint4 eight = load_l2_16(logits + 8 * i);
-        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+        for (int i = thread; i < in_eights; i += kSampleThreads) {
+            const uint4 eight = load_l2_16(logits + 8 * i);
+            const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-        for (int j = 0; j < 8; j++) see(8 * i + j, row.penalized(8 * i + j, half_of<T>(words[j / 2], j % 2)));
+            for (int j = 0; j < 8; j++) see(8 * i + j, row.penalized(8 * i + j, half_of<T>(words[j / 2], j % 2)));
+        }
     }
     for (int i = 8 * in_eights + thread; i < args.vocabulary; i += kSampleThreads) see(i, row.logit(i));
     // + 0: zeros of both signs are equals
