@@ -15,8 +15,10 @@ import psutil
 import torch
 
 from protos.errors import InternalError
+from worker import owners
 from worker.bench_engine import BenchEngine
 from worker.config import WorkerConfig
+from worker.memory_meter import HOST
 from worker.random_weights import random_model
 from worker.sequence import Sampling
 
@@ -105,12 +107,18 @@ def measure(raw: dict[str, Any], device: torch.device, run: Run) -> dict[str, An
             "threads": 1 if not on_gpu else 0,
         }
     )
+    ledger = owners.begin(config)
     model = random_model(config, raw)
+    owners.loaded(ledger, config, model)
     deadline = time.monotonic() + run.seconds
     with BenchEngine(config, model, run.longest) as bench:
+        arenas = [*bench.attachment.arenas.values(), *bench.attachment.tails.values()]
+        owners.made(ledger, config, bench.engine, arenas)
         crowd = Crowd(bench, run)
         while bench.load().num_steps < run.warm_up and time.monotonic() < deadline:
             crowd.step()
+        bench.synchronize()
+        owners.ready(ledger)
         first, started = bench.load().num_steps, time.perf_counter()
         looks = [_look(bench, device, started)]
         for number in range(1, run.looks + 1):
@@ -125,9 +133,9 @@ def measure(raw: dict[str, Any], device: torch.device, run: Run) -> dict[str, An
         grown = {name: looks[-1][name] - looks[0][name] for name in looks[0] if name.endswith("bytes")}
         done = bench.load().num_steps - first
         checked = bench.attachment.verify() + _moved(bench)
-        load = bench.load()
+        load, reading = bench.load(), ledger.read()
         facts = {
-            "ok": done >= run.steps and not checked,
+            "ok": done >= run.steps and not checked and not any(v for m, v in reading.grown.items() if m != HOST),
             "steps": done,
             "last_over_second_quarter": round(rates[3] / rates[1], 4) if len(rates) == 4 else None,
             "tokens_per_s_by_quarter": [round(rate, 1) for rate in rates],
@@ -139,6 +147,8 @@ def measure(raw: dict[str, Any], device: torch.device, run: Run) -> dict[str, An
             "allocations_a_step": None
             if not on_gpu
             else round((looks[-1]["allocations"] - looks[0]["allocations"]) / max(1, done), 3),
+            "unknown_grown": reading.grown,
+            "memory": {f"{each.memory} {each.owner}": each.num_bytes for each in reading.owned},
             "sequences": crowd.num_submitted,
             "aborted": crowd.num_aborted,
             "pages_packed": load.pages_packed,
