@@ -7,7 +7,6 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from protos import types_pb2
 from protos.errors import TailpackError, Unavailable
@@ -51,12 +50,8 @@ class ClientStreams:
         rng: random.Random,
         expected: dict[Ask, Whole],
         *,
-        has_ended: Callable[[str], bool],
         at_once: int = 6,
     ) -> None:
-        """has_ended: whether some worker has said in its log that this request is finished. Such an answer is kept by
-        the worker's process alone, and ends with it.
-        """
         self.ended: list[Stream] = []
         self.live: dict[str, Stream] = {}
         self.counts: Counter[str] = Counter()
@@ -66,7 +61,6 @@ class ClientStreams:
         self._rng = rng
         self._expected = expected
         self._numbers = itertools.count()
-        self._has_ended = has_ended
         self._at_once = at_once
         self._finishing = False
 
@@ -89,11 +83,8 @@ class ClientStreams:
             except TailpackError as error:
                 router_died = any(death > began - 10.0 for death in self.router_deaths)  # one that drains takes a while
                 resumable = number % 3 != 2
-                lost = error.reason in ("ANSWER_LOST", "UNKNOWN_REQUEST")
                 if router_died and not resumable and isinstance(error, Unavailable):
                     self.counts["lost with their router"] += 1  # nobody else has them, and their callers know
-                elif router_died and resumable and lost and self._has_ended(stream.request_id):
-                    self.counts["lost with their worker, when they had ended"] += 1
                 else:
                     raise AssertionError(
                         f"{stream.request_id} failed after {len(stream.got)} of {ask.max_tokens} tokens: {error}"

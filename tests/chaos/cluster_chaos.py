@@ -19,7 +19,6 @@ from protos.errors import TailpackError
 from router.client import AsyncTailpack
 from tests.chaos.blows import Blow, Report, RoundFailed, Victims, plan
 from tests.chaos.client_streams import HANG_S, PATIENT, ClientStreams, undisturbed_by_client
-from tests.chaos.node import has_ended
 from tests.chaos.streams import asks
 from tests.e2e.cluster import (
     ClusterProcess,
@@ -76,7 +75,6 @@ async def run(seed: int, num_blows: int, folder: Path) -> Report:
                     f"c{seed}",
                     random.Random(f"streams {seed}"),
                     dict(zip(wanted, answers, strict=True)),
-                    has_ended=lambda request_id: has_ended(cluster.folder.glob("logs/worker-*.log"), request_id),
                 )
                 blows = plan(seed, VICTIMS, pause_s=PAUSE_S, routers=True, all_up_share=ALL_UP_SHARE)
                 with report.part("blows"):

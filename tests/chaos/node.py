@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -318,12 +318,6 @@ def records(log: Path) -> list[dict[str, Any]]:
             if isinstance(record, dict):
                 found.append(record)
     return found
-
-
-def has_ended(logs: Iterable[Path], request_id: str) -> bool:
-    """Whether one of these workers' logs says that a sequence is finished."""
-    told = [record for log in logs for record in records(log) if record.get("event") == "sequence"]
-    return any(record["request_id"] == request_id and record["outcome"] == "finished" for record in told)
 
 
 def last_lines(log: Path, count: int = 12) -> str:

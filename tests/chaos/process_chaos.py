@@ -15,7 +15,7 @@ from typing import Protocol
 from router.client import AsyncTailpack
 from tests.chaos.blows import Blow, Report, RoundFailed, Victims, plan
 from tests.chaos.client_streams import PATIENT, ClientStreams, undisturbed_by_client
-from tests.chaos.node import Node, Server, has_ended
+from tests.chaos.node import Node, Server
 from tests.chaos.settings import KINDS
 from tests.chaos.streams import Ask, Caller, Stream, Whole, asks, undisturbed
 from tests.chaos.zygote import Zygote
@@ -81,7 +81,6 @@ async def run(
                     f"{kind}-{seed}",
                     random.Random(f"streams {seed}"),
                     expected,
-                    has_ended=lambda request_id: has_ended([server.log for server in node.workers], request_id),
                 )
                 loads.append(streams)
             else:

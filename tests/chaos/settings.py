@@ -12,6 +12,7 @@ from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
 from tests.unit.tiny import write_model
 from worker import tiny_v4
 
+ROOMY = ("--max-running", "8")
 LIMITS = ("--max-running", "4", "--max-waiting", "64", "--prefill-chunk", "128")
 
 
@@ -38,7 +39,8 @@ class Kind:
         model = folder / self.write.__name__
         if not model.exists():
             self.write(model)
-        options = (*LIMITS, *self.options)
+        # What has ended and was not delivered is kept only where what runs leaves room for it.
+        options = (*LIMITS, *self.options, *(ROOMY if num_routers else ()))
         return Setting(name, model, options, num_workers=num_workers, num_routers=num_routers)
 
 
