@@ -20,7 +20,7 @@ from kernels.compiler import SOURCE_DIR
 HEADER_DIR = Path(__file__).parent / "cuda_on_cpu"
 FLAGS = [
     "-std=c++20",
-    "-O1",
+    "-Og",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
     "-fwrapv",

@@ -30,7 +30,6 @@ PAGE, RING = 128, 208  # tokens; the ring wraps within a tail
 OUTSIDE = 2**30  # a page id that nobody may use
 RING_ROWS = 2  # kind of an item
 WIDTHS = (64, 128, 256, 512)
-SOURCES = ("dense", "fp8", "tq4", "tq3", "tq2")
 ERROR = 1e-2
 
 
@@ -273,8 +272,12 @@ def new_seed() -> int:
     return int(torch.seed() % 2**31)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("source", SOURCES)
+# Of the three packed kinds one has every width; the others differ in how a row is unpacked, not in how it is read.
+CELLS = [(source, width) for source in ("dense", "fp8", "tq4") for width in WIDTHS]
+CELLS += [(source, width) for source in ("tq3", "tq2") for width in (128, 512)]
+
+
+@pytest.mark.parametrize(("source", "width"), CELLS)
 def test_every_source_and_width(cell_of: Build, source: str, width: int) -> None:
     check(cell_of, Case(source, width, seed=new_seed()))
 
@@ -302,8 +305,9 @@ def test_softcap(cell_of: Build, source: str, softcap: float) -> None:
     check(cell_of, Case(source, lengths=(1, 129, 300), softcap=softcap, sm_scale=1.0, seed=new_seed()))
 
 
-@pytest.mark.parametrize("columns", [4, 8])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("source", "columns"), [("dense", 4), ("dense", 8), ("fp8", 8), ("tq4", 8), ("tq3", 4), ("tq2", 4)]
+)
 def test_f16_and_four_columns(cell_of: Build, source: str, columns: int) -> None:
     check(cell_of, Case(source, 64, "f16", (2, 129, 300), num_queries=2, group=5, columns=columns, seed=new_seed()))
 
@@ -311,10 +315,10 @@ def test_f16_and_four_columns(cell_of: Build, source: str, columns: int) -> None
 @pytest.mark.parametrize("row_type", DTYPES)
 @pytest.mark.parametrize("source", ["dense", "fp8", "tq4"])
 def test_rows_of_norm_1e6(cell_of: Build, source: str, row_type: str) -> None:
-    norm = 1e6 / 128**0.5 if row_type == "bf16" else 2e4  # f16 ends at 65504 a value
-    check(cell_of, Case(source, 128, row_type, (1, 129, 300), norm=norm, sm_scale=1e-6, seed=new_seed()))
+    width, norm = (128, 1e6 / 128**0.5) if row_type == "bf16" else (64, 2e4)  # f16 ends at 65504 a value
+    check(cell_of, Case(source, width, row_type, (1, 129, 300), norm=norm, sm_scale=1e-6, seed=new_seed()))
     # Scores of 1e6 leave the softmax one row, or two, where their difference is below what f32 resolves.
-    case = Case(source, 128, row_type, (1, 129, 300), norm=norm, seed=new_seed())
+    case = Case(source, width, row_type, (1, 129, 300), norm=norm, seed=new_seed())
     memory = run(cell_of(case), case)
     assert bool(memory.out.isfinite().all())
     for i in range(3):

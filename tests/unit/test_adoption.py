@@ -110,7 +110,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
 # --- anywhere in a step ---
 
 
-@pytest.mark.parametrize(("mode", "seed"), [(mode, seed) for mode in MODES for seed in range(1 if "v4" in mode else 2)])
+@pytest.mark.parametrize(
+    ("mode", "seed"), [(mode, seed) for mode in MODES for seed in range(2 if mode == "turboquant" else 1)]
+)
 def test_many_deaths_change_no_token(
     served: Callable[[str], Served], mode: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,8 +164,9 @@ def test_a_death_before_anything_and_at_once_again(
 # --- what a sequence can be in the middle of ---
 
 
-@pytest.mark.parametrize("mode", ["dense", "turboquant", "window", "v4 turboquant, drafts"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("mode", "seed"), [("dense", 0), ("turboquant", 0), ("turboquant", 1), ("window", 1), ("v4 turboquant, drafts", 1)]
+)
 def test_forks_and_truncates_cut_in_the_middle(
     served: Callable[[str], Served], mode: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,8 +193,7 @@ def test_forks_and_truncates_cut_in_the_middle(
     lives.attachment.check_empty()
 
 
-@pytest.mark.parametrize("mode", ["dense", "turboquant", "v4 window"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("mode", "seed"), [("dense", 0), ("turboquant", 0), ("turboquant", 1), ("v4 window", 1)])
 def test_prefix_hits_cut_in_the_middle(
     served: Callable[[str], Served], mode: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,8 +217,7 @@ def test_prefix_hits_cut_in_the_middle(
         assert lives.said[name] == tokens, f"{name}, seed {seed}, killed at {lives.killed_at}"
 
 
-@pytest.mark.parametrize("mode", ["dense", "turboquant"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("mode", "seed"), [("dense", 0), ("turboquant", 1)])
 def test_growing_and_dropping_cut_in_the_middle(
     served: Callable[[str], Served], mode: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

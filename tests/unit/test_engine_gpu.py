@@ -6,6 +6,7 @@ things are those of a worker on a GPU. Tokens follow from a script, so that both
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,10 @@ def pair(monkeypatch: pytest.MonkeyPatch, kernels: FakeGpuKernels, folder: Path)
 # --- every mode ---
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [*zip(MODES, itertools.cycle(["float16", "bfloat16"])), ("dense", "bfloat16"), ("tq4", "float16")],
+)
 def test_sequences_of_different_lengths(
     pair: Callable[..., Pair], kernels: FakeGpuKernels, mode: str, dtype: str
 ) -> None:

@@ -61,7 +61,7 @@ def test_a_death_in_a_decode_step(geometry: str, after: str) -> None:
             assert adopted.intact
             assert adopted.num_committed == n + count * (after == "commit")
             assert len(adopted.token_ids) == n + count * (after in ("log", "commit"))
-            goes_on(w, slot)
+            goes_on(w, slot, 140)
 
 
 @pytest.mark.parametrize("margin", [0, 3])
