@@ -53,7 +53,6 @@ class _Books:
     phases: dict[str, int] = field(default_factory=dict)
     rest: int = 0  # used, and nobody's yet, at the last mark
     libraries: int = 0
-    settled: bool = False
 
 
 class Ledger:
@@ -71,6 +70,7 @@ class Ledger:
         measured = meter()
         self._books = {memory: _Books() for memory in measured}
         self._alarmed: set[str] = set()
+        self.settled = False
         self._mark(began, measured)
 
     def claim(self, owner: str, *roots: object) -> None:
@@ -107,8 +107,7 @@ class Ledger:
             for memory, books in self._books.items():
                 books.libraries = max(0, _given_out(measured[memory], books))
             self._mark(phase, measured)
-            for books in self._books.values():
-                books.settled = True
+            self.settled = True
 
     def read(self) -> Reading:
         """Now, the host first; owners in the order that they were named, "unknown" last of each memory."""
@@ -116,9 +115,7 @@ class Ledger:
             measured = self._meter()
             owned = [each for memory in self._books for each in self._read(memory, measured[memory])]
             grown = dict.fromkeys(self._books, 0)
-            for each in owned:
-                if not self._books[each.memory].settled:
-                    continue
+            for each in owned if self.settled else ():
                 if each.owner == UNKNOWN:
                     grown[each.memory] += each.num_bytes
                 elif each.owner == ACTIVATIONS and each.planned:

@@ -196,7 +196,7 @@ async def serve(
             _adopt(engine, sessions, config)
         else:
             await asyncio.to_thread(engine.warm_up)  # ready means that it has generated a token
-        _close_books(ledger, budget)
+        _close_books(ledger, budget, stepped=not attachment.adopted)
         laps.lap("engine")
         engine.start()
         expiry = asyncio.create_task(sessions.expire_forever(), name="grace times")
@@ -258,9 +258,12 @@ def _open_books(config: WorkerConfig, device: str) -> tuple[Ledger, Budget | Non
     return owners.begin(config, budget), budget
 
 
-def _close_books(ledger: Ledger, budget: Budget | None) -> None:
-    """Every owner is known by now. Raises CapacityError (MEMORY_BUDGET)."""
-    owners.ready(ledger)
+def _close_books(ledger: Ledger, budget: Budget | None, *, stepped: bool) -> None:
+    """Every owner is known by now; but what a first step makes libraries load, where there was none yet. Raises
+    CapacityError (MEMORY_BUDGET).
+    """
+    if stepped:
+        owners.ready(ledger)
     reading = ledger.read()
     log.info("memory by owner", **{f"{each.memory} {each.owner}": each.num_bytes for each in reading.owned})
     if budget is not None:
@@ -270,9 +273,11 @@ def _close_books(ledger: Ledger, budget: Budget | None) -> None:
 
 
 async def _watch(ledger: Ledger, engine: Engine) -> None:
-    """Looks for growth for as long as the worker serves."""
+    """Looks for growth for as long as the worker serves, from its first steps on."""
     while True:
         await asyncio.sleep(MEMORY_LOOK_S)
+        if not ledger.settled and engine.load().num_steps:
+            await asyncio.to_thread(owners.ready, ledger)
         engine.memory_grown_bytes = await asyncio.to_thread(ledger.alarm_bytes)
 
 
