@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.cells import ROW_TYPES, Cell
 
-V4_KERNELS = ("partial", "read", "write", "rotate", "route", "order", "spread", "swiglu", "sum", "softmax")
+V4_KERNELS = ("partial", "read", "write", "rotate", "route", "order", "spread", "swiglu", "sum", "softmax", "complete")
 
 
 def v4_step_cell(row_type: str, streams: int, iterations: int) -> Cell:

@@ -21,7 +21,7 @@ from kernels.v4_step_cells import V4_KERNELS, v4_step_cell
 
 THREADS, ROW_VALUES = 256, 2048  # of a CTA
 _SLICE, _SLICE_ROWS, _WARPS = 256, 8, 8
-_MAX_DIM, _MAX_EXPERTS, _MAX_CHOSEN = 2048, 512, 32
+_MAX_DIM, _MAX_POOLED, _MAX_EXPERTS, _MAX_CHOSEN = 2048, 512, 512, 32
 
 Launch = Callable[[str, int, tuple[Tensor | int, ...]], None]
 """Kernel by its name in V4_KERNELS, CTAs, arguments."""
@@ -211,6 +211,41 @@ class V4Step:
         out = torch.empty(scores.shape, dtype=self.dtype, device=scores.device)
         self._launch("softmax", batch * heads, (scores, hidden, sinks, out, heads, n, _bits(scale)))
         return out
+
+    def complete(
+        self,
+        pending: Tensor,
+        slots: Tensor,
+        num_tokens: Tensor,
+        pages: Tensor,
+        table: Tensor,
+        norm: Tensor,
+        frequencies: Tensor,
+        *,
+        ratio: int,
+        eps: float,
+    ) -> None:
+        """Keeps the compressed rows of the blocks that end with the newest tokens of B sequences.
+
+        pending: [slots, ring rows, 2, width] float32, rings; width is dim, or 2 dim where blocks overlap. slots,
+        num_tokens [B], table [B, P]: int64; 0 tokens: padding. pages: [pages, rows, dim]; a row of ``ratio`` tokens
+        each, those of a sequence in the order of its table. norm [dim], frequencies [rope / 2]: float32.
+        """
+        (batch, table_width), (_, ring, _, width) = table.shape, pending.shape
+        _, rows_per_page, dim = pages.shape
+        inner = (2 * width, width, 1)
+        fits = pending.dtype == torch.float32 and pending.stride()[1:] == inner and width in (dim, 2 * dim)
+        if not fits or ring < ratio * width // dim:
+            raise self._unfit(pending, f"float32 [slots, {ratio * width // dim} or more, 2, {dim} or {2 * dim}]")
+        if pages.dtype != self.dtype or pages.stride()[1:] != (dim, 1) or dim % 2 or dim > _MAX_POOLED:
+            raise self._unfit(pages, f"{self.dtype} [pages, rows, dim of up to {_MAX_POOLED}]")
+        self._demand(table, torch.int64, (batch, table_width), aligned=False)
+        for each in (slots, num_tokens):
+            self._demand(each, torch.int64, (batch,), aligned=False)
+        self._demand(norm, torch.float32, (dim,))
+        rings = (pending, pending.stride(0), ring, width, slots, num_tokens, table, table_width)
+        to = (pages, pages.stride(0), rows_per_page, dim, 2 * len(frequencies), ratio, _bits(eps))
+        self._launch("complete", batch, (*rings, norm, frequencies, *to))
 
     def _demand(self, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, aligned: bool = True) -> None:
         rough = aligned and (x.data_ptr() % 16 or (dtype == self.dtype and x.shape[-1] % 8))

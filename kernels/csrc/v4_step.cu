@@ -55,3 +55,11 @@ TAILPACK_V4_KERNEL TAILPACK_KERNEL_SOFTMAX(const float* scores, const uint8_t* h
                                            int64_t heads, int64_t n, int64_t scale) {
     sink_softmax<T>(scores, hidden, sinks, weights, heads, n, v4_float(scale));
 }
+TAILPACK_V4_KERNEL TAILPACK_KERNEL_COMPLETE(const float* pending, int64_t slot_stride, int64_t ring, int64_t width,
+                                            const int64_t* slots, const int64_t* num_tokens, const int64_t* table,
+                                            int64_t table_width, const float* norm, const float* frequencies, T* pages,
+                                            int64_t page_stride, int64_t rows_per_page, int64_t dim, int64_t rope,
+                                            int64_t ratio, int64_t eps) {
+    complete_blocks<T>(pending, slot_stride, ring, width, slots, num_tokens, table, table_width, norm, frequencies, pages,
+                       page_stride, rows_per_page, dim, rope, ratio, v4_float(eps));
+}

@@ -392,4 +392,71 @@ __device__ __forceinline__ void sink_softmax(const float* scores, const uint8_t*
         weights[begin + i] = static_cast<T>(hides[i] ? 0.0f : expf(scores[begin + i] * scale - top) / total);
 }
 
+// The blocks that end with rows' newest tokens: a softmax over tokens, channel by channel, then norm, rotated to the
+// block's first token, kept in pages. A row whose newest token ends no block, or that has none, keeps nothing.
+//
+// pending [slots][ring][2][width] f32, values and scores, slots slot_stride apart: width is dim, or 2 dim where blocks
+// overlap, their first halves being for the block behind. slots, num_tokens [rows]; table [rows][table_width]: pages.
+// pages [pages][rows_per_page][dim], page_stride apart; dim up to 512, strides in elements. Grid: rows.
+template <typename T>
+__device__ __forceinline__ void complete_blocks(const float* pending, int64_t slot_stride, int64_t ring, int64_t width,
+                                                const int64_t* slots, const int64_t* num_tokens, const int64_t* table,
+                                                int64_t table_width, const float* norm, const float* frequencies, T* pages,
+                                                int64_t page_stride, int64_t rows_per_page, int64_t dim, int64_t rope,
+                                                int64_t ratio, float eps) {
+    constexpr int kTogether = 8;
+    __shared__ float pooled[512], sums[kV4Warps];
+    const int64_t n = num_tokens[blockIdx.x];
+    if (n <= 0 || n % ratio != 0) return; // a whole CTA
+    const int64_t block = n / ratio - 1, own = block * ratio;
+    const bool overlap = width == 2 * dim;
+    const int64_t first = overlap && block > 0 ? own - ratio : own;
+    const float* mine = pending + slots[blockIdx.x] * slot_stride;
+    float squares = 0.0f;
+    for (int64_t c = threadIdx.x; c < dim; c += kV4Threads) {
+        float top = -v4_infinity(), total = 0.0f, sum = 0.0f;
+        for (int64_t t = first; t < n; t += kTogether) {
+            float value[kTogether], score[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; i++) {
+                const bool there = t + i < n;
+                const float* at = mine + (there ? t + i : t) % ring * 2 * width + (overlap && t + i >= own ? dim : 0) + c;
+                value[i] = at[0];
+                score[i] = there ? at[width] : -v4_infinity();
+            }
+            float most = top;
+#pragma unroll
+            for (int i = 0; i < kTogether; i++) most = fmaxf(most, score[i]);
+            const float before = expf(top - most);
+            total *= before;
+            sum *= before;
+            top = most;
+#pragma unroll
+            for (int i = 0; i < kTogether; i++) {
+                const float share = expf(score[i] - top);
+                total += share;
+                sum += share * value[i];
+            }
+        }
+        const float x = v4_rounded<T>(sum / total);
+        pooled[c] = x;
+        squares += x * x;
+    }
+    const float rstd = rsqrtf(v4_of_all<false>(squares, sums) / static_cast<float>(dim) + eps);
+    const int64_t page = table[blockIdx.x * table_width + block / rows_per_page];
+    T* out = pages + page * page_stride + block % rows_per_page * dim;
+    for (int64_t pair = threadIdx.x; pair < dim / 2; pair += kV4Threads) {
+        float a = v4_rounded<T>(pooled[2 * pair] * rstd * norm[2 * pair]);
+        float b = v4_rounded<T>(pooled[2 * pair + 1] * rstd * norm[2 * pair + 1]);
+        const int64_t turn = pair - (dim - rope) / 2;
+        if (turn >= 0) {
+            const float angle = static_cast<float>(own) * frequencies[turn], c = cosf(angle), s = sinf(angle);
+            const float even = a;
+            a = even * c - b * s;
+            b = b * c + even * s;
+        }
+        *reinterpret_cast<uint32_t*>(out + 2 * pair) = pack_halves<T>(a, b);
+    }
+}
+
 } // namespace tailpack

@@ -49,18 +49,19 @@ def test_rows_are_those_of_pytorch(make: Make, dtype: torch.dtype) -> None:
 
 @needs_compiler
 def test_a_model_says_the_same_through_them(make: Make) -> None:
-    config = tiny_config(hca_ratio=16, head_dim=64, q_lora_rank=64, index_head_dim=64)
+    widths = {"head_dim": 64, "q_lora_rank": 64, "index_head_dim": 64}
+    config = tiny_config(hca_ratio=16, num_hidden_layers=2, compress_ratios=[4, 0], num_hash_layers=1, **widths)
     weights = {
         name: value if kept_in_float32(name) or is_integer(name) else value.bfloat16()
         for name, value in random_weights(config, 2).items()
     }
     plain, ours = (Driver(config, weights, dtype="bfloat16") for _ in range(2))
     ours.model.kernels = make(torch.bfloat16)
-    tokens = torch.randint(97, (22,), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens = torch.randint(97, (9,), generator=torch.Generator().manual_seed(1)).tolist()
     launched.clear()
-    want, got = (driver.run(tokens, [20, 1]) for driver in (plain, ours))
+    want, got = (driver.run(tokens, [8, 1]) for driver in (plain, ours))
     assert (got - want).norm() < 1e-2 * want.norm()
-    assert launched.keys() == {*V4_KERNELS} - {"softmax"}  # these rows are read span by span
+    assert launched.keys() == {*V4_KERNELS} - {"softmax", "complete"}  # these rows are read span by span
 
 
 def test_what_does_not_fit_is_refused() -> None:

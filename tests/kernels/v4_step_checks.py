@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from kernels.v4_step_cuda import V4Step
 from worker.models import deepseek_v4_moe as moe
+from worker.models.deepseek_v4_compressor import CompressorWeights, compressed_rows, pool
 from worker.models.deepseek_v4_hyper import HyperWeights, Mixing, mixing, read_streams, rms, write_streams
 from worker.models.deepseek_v4_projections import normed
 from worker.models.deepseek_v4_rope import Rotation, rotate_last, rotation
@@ -115,3 +116,45 @@ def checks(step: V4Step, rows: int, sizes: dict[str, Any], device: torch.device)
     lacking = (scores * 0.04).masked_fill(hides.unsqueeze(1), -torch.inf)
     all_ = torch.cat((lacking, sinks.view(1, -1, 1).expand(rows, -1, 1)), dim=-1).softmax(-1)[..., :-1]
     yield "softmax", error(step.softmax(scores, hides, sinks, 0.04), all_.to(step.dtype))
+
+    for name, ratio, overlap in (("csa", 4, 1), ("hca", 16, 0)):
+        yield f"complete {name}", _complete_error(step, rows, size.dim, ratio, overlap, random, device)
+
+
+def _complete_error(
+    step: V4Step,
+    rows: int,
+    dim: int,
+    ratio: int,
+    overlap: int,
+    random: Callable[..., torch.Tensor],
+    device: torch.device,
+) -> float:
+    """Sequences of all lengths, block 0 and padding among them, in rings that have gone round."""
+    width, ring, per_page = dim * (1 + overlap), 40, 128 // ratio
+    pending = random(rows + 1, ring, 2, width, dtype=torch.float32)
+    ape = torch.zeros(ratio, width, device=device)
+    norm = 1 + 0.2 * random(dim, dtype=torch.float32)
+    unused = pending.new_empty(width, 1)
+    weights = CompressorWeights(unused, unused, ape, norm)
+    frequencies = 1e4 ** -(torch.arange(32, device=device) / 32)
+    lengths = torch.tensor(
+        [(ratio * (1 + 3 * row % 40) if row % 3 else row % 2 * ratio) for row in range(rows)], device=device
+    )
+    slots = torch.arange(rows, 0, -1, device=device)
+    table = torch.stack([torch.arange(6, device=device) * rows + row for row in range(rows)])
+    pages = torch.full((6 * rows, per_page, dim), 7.0, dtype=step.dtype, device=device)
+    want = pages.clone()
+    for row, length in enumerate(lengths.tolist()):
+        if length % ratio or not length:
+            continue
+        block = length // ratio - 1
+        tokens = torch.arange(max(0, (block - overlap) * ratio), length, device=device)
+        held = pending[slots[row], tokens % ring]
+        first = int(tokens[0])
+        values = pool(held, first, range(block, block + 1), weights)
+        number = torch.tensor([block], device=device)
+        made = compressed_rows(values, number, weights, frequencies, step.dtype, 1e-6)
+        want[table[row, block // per_page], block % per_page] = made[0, 0]
+    step.complete(pending, slots, lengths, pages, table, norm, frequencies, ratio=ratio, eps=1e-6)
+    return error(pages, want)

@@ -23,6 +23,7 @@ from worker.models.deepseek_v4_geometry import (
 from worker.models.deepseek_v4_indexer import choose
 from worker.models.deepseek_v4_projections import AttentionWeights, LayerRope, Projected
 from worker.models.deepseek_v4_reads import Reads
+from worker.models.deepseek_v4_step_rows import StepReads
 
 _PRODUCTS = 1 << 25  # products of queries and index keys that are held together: 128 MiB
 
@@ -42,7 +43,7 @@ def attend_decode(
     q = step.q[reads.rows]
     rows, hidden = reads.window(layer, RAW_ROW, config.window)
     if weights.compressor is not None:
-        more = _compressed(step, layer, weights, config, rope, reads)
+        more = _compressed(step, layer, weights, config, rope, reads, kernels)
         if more is not None:
             rows, hidden = torch.cat((rows, more[0]), dim=1), torch.cat((hidden, more[1]), dim=1)
     scale = config.head_dim**-0.5
@@ -59,15 +60,18 @@ def _compressed(
     config: DeepseekV4Config,
     rope: LayerRope,
     reads: Reads,
+    kernels: V4Step | None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The compressed rows that each of B reads, [B, N, dim], and which of them are hidden from it, [B, N]; None where
     nobody has any yet."""
     assert weights.compressor is not None
     ratio, dtype, eps = weights.compressor.ratio, step.q.dtype, config.norm_eps
     row, pending = (HCA_ROW, HCA_PENDING) if weights.indexer is None else (CSA_ROW, CSA_PENDING)
-    _complete(reads, layer, row, pending, weights.compressor, rope.frequencies, dtype, eps)
+    _complete(reads, layer, row, pending, weights.compressor, rope.frequencies, dtype, eps, kernels)
     if weights.indexer is not None:
-        _complete(reads, layer, INDEX_KEY, INDEX_PENDING, weights.indexer.compressor, rope.frequencies, dtype, eps)
+        _complete(
+            reads, layer, INDEX_KEY, INDEX_PENDING, weights.indexer.compressor, rope.frequencies, dtype, eps, kernels
+        )
     most = reads.most_blocks(ratio)
     if not most:
         return None
@@ -88,8 +92,12 @@ def _complete(
     inverse_frequencies: torch.Tensor,
     dtype: torch.dtype,
     eps: float,
+    kernels: V4Step | None,
 ) -> None:
     """Keeps the rows of the blocks whose last tokens are among the decode rows."""
+    if kernels is not None and isinstance(reads, StepReads):
+        reads.complete(layer, kind, pending_kind, weights, inverse_frequencies, eps, kernels)
+        return
     done = reads.completed(weights.ratio)
     if done is None:
         return

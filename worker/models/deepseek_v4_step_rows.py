@@ -12,9 +12,11 @@ from collections.abc import Iterator
 import torch
 
 from kernels.append_cuda import AppendSide, append
+from kernels.v4_step_cuda import V4Step
 from protos.page_hash import PAGE_TOKENS
 from worker.decode_state import DecodeState
 from worker.kv_view import KvView, Places, RegionView
+from worker.models.deepseek_v4_compressor import CompressorWeights
 from worker.models.deepseek_v4_geometry import COMPRESSED, RAW
 from worker.models.deepseek_v4_reads import Completed
 
@@ -98,6 +100,22 @@ class StepReads:
             back = torch.arange(num_tokens - 1, -1, -1, device=self._device)
             self._pending[num_tokens] = (self.positions.unsqueeze(1) - back).clamp(min=0)
         return self._kv.gather(self._kv.view(layer, kind), done.places, self._pending[num_tokens])
+
+    def complete(
+        self,
+        layer: int,
+        kind: str,
+        pending_kind: str,
+        weights: CompressorWeights,
+        inverse_frequencies: torch.Tensor,
+        eps: float,
+        kernels: V4Step,
+    ) -> None:
+        """What ``completed``, ``pending`` and ``keep_blocks`` are for, in one launch."""
+        view, pending, where = self._kv.view(layer, kind), self._kv.view(layer, pending_kind), self._places[COMPRESSED]
+        assert view.pages is not None and pending.tail is not None and where.slots is not None
+        at = (where.slots, self._num_tokens, view.pages.squeeze(2), where.table)
+        kernels.complete(pending.tail, *at, weights.norm, inverse_frequencies, ratio=weights.ratio, eps=eps)
 
     def keep_blocks(self, layer: int, kind: str, done: Completed, rows: torch.Tensor) -> None:
         view = self._kv.view(layer, kind)

@@ -39,6 +39,11 @@ void v4_swiglu(int64_t ctas, const T* a, const float* b, T* c, int64_t d, int64_
 void v4_sum(int64_t ctas, const T* a, const T* b, const int32_t* c, T* d, int64_t e, int64_t f) {
     run_v4(ctas, TAILPACK_KERNEL_SUM, a, b, c, d, e, f);
 }
+void v4_complete(int64_t ctas, const float* a, int64_t b, int64_t c, int64_t d, const int64_t* e, const int64_t* f,
+                 const int64_t* g, int64_t h, const float* i, const float* j, T* k, int64_t l, int64_t m, int64_t n, int64_t o,
+                 int64_t p, int64_t q) {
+    run_v4(ctas, TAILPACK_KERNEL_COMPLETE, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q);
+}
 void v4_softmax(int64_t ctas, const float* a, const uint8_t* b, const float* c, T* d, int64_t e, int64_t f, int64_t g) {
     run_v4(ctas, TAILPACK_KERNEL_SOFTMAX, a, b, c, d, e, f, g);
 }
