@@ -8,7 +8,6 @@ The rows that they give are those of worker/models/llama.py's own operators, whi
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +15,10 @@ from torch import Tensor
 from kernels import loader
 from kernels.errors import ArgumentError
 from kernels.linear_cuda import ROW_TYPES
+from kernels.rope_append import AppendTo, RopeArgs, set_rope
 from kernels.step_cells import STEP_KERNELS, step_cell
 
 THREADS, HEADS_PER_CTA = 256, 8
-MAX_DIM = 512
 _ALIGNMENT = 16
 _SWIGLU_VALUES = 2 * THREADS  # of a CTA's turn
 
@@ -51,49 +50,6 @@ class NormArgs(ctypes.Structure):
         ("width", _i64),
         ("eps", _f32),
     )
-
-
-class RopeArgs(ctypes.Structure):
-    _fields_ = (
-        ("qkv", _pointer),
-        ("cos", _pointer),
-        ("sin", _pointer),
-        ("q_norm", _pointer),
-        ("k_norm", _pointer),
-        ("num_tokens", _pointer),
-        ("places", _pointer),
-        ("k_to", _pointer),
-        ("v_to", _pointer),
-        ("row_stride", _i64),
-        ("k_place_stride", _i64),
-        ("v_place_stride", _i64),
-        ("to_row_stride", _i64),
-        ("to_head_stride", _i64),
-        ("table_stride", _i32),
-        ("table_width", _i32),
-        ("ring_rows", _i32),
-        ("num_places", _i32),
-        ("q_heads", _i32),
-        ("kv_heads", _i32),
-        ("dim", _i32),
-        ("positions", _i32),
-        ("eps", _f32),
-    )
-
-
-class AppendTo(NamedTuple):
-    """Where one layer's new keys and values go.
-
-    keys, values: [places, rows, kv_heads, dim]: tail rings (a place is a slot) or dense pages (a page).
-    places: i32, tail slots [B], or page tables [B, width] with rows any stride apart.
-    num_tokens: i32 [B], the newest token included; 0: padding, which goes nowhere, as does what has a negative place or
-        lies behind the table.
-    """
-
-    keys: Tensor
-    values: Tensor
-    places: Tensor
-    num_tokens: Tensor
 
 
 class StepKernels:
@@ -189,56 +145,6 @@ class StepKernels:
         launch = self._launches[name]
         launch.set_ctas(x, y)
         launch(loader.current_stream(self._index))
-
-
-def set_rope(
-    arguments: RopeArgs,
-    dtype: torch.dtype,
-    qkv: Tensor,
-    tables: tuple[Tensor, Tensor],
-    norms: tuple[Tensor | None, Tensor | None],
-    eps: float,
-    to: AppendTo,
-    q_heads: int,
-) -> None:
-    """Check a call of `rope_append` and point the arguments at it. Raises ArgumentError."""
-    keys, values, places, num_tokens = to
-    _, num_rows, kv_heads, dim = keys.shape
-    rows = len(qkv)
-    if qkv.dtype != dtype or qkv.shape[1] != (q_heads + 2 * kv_heads) * dim or qkv.stride(1) != 1:
-        raise _unfit(qkv, f"{dtype} [B, {(q_heads + 2 * kv_heads) * dim}], rows contiguous")
-    if dim > MAX_DIM or dim % 2:
-        raise _error("no rotary embedding of this width", str(dim), f"even, up to {MAX_DIM}", "use torch")
-    for x in (keys, values):
-        if (
-            x.dtype != dtype
-            or x.shape[1:] != keys.shape[1:]
-            or x.stride(3) != 1
-            or x.stride()[1:3] != keys.stride()[1:3]
-        ):
-            raise _unfit(x, f"{dtype} [places, {num_rows}, {kv_heads}, {dim}], strides alike but for the places")
-    for each in (*tables, *norms):
-        if each is not None and (
-            each.dtype != dtype or not each.is_contiguous() or each.shape[-1] not in (dim, dim // 2)
-        ):
-            raise _unfit(each, f"contiguous {dtype} [.., {dim // 2}] of tables, [{dim}] of norms")
-    for x in (places, num_tokens):
-        if x.dtype != torch.int32 or x.shape[0] != rows or (x.shape[-1] > 1 and x.stride(-1) != 1):
-            raise _unfit(x, f"int32 [{rows}], or a table [{rows}, pages]")
-    size = keys.element_size()
-    arguments.qkv, arguments.row_stride = qkv.data_ptr(), qkv.stride(0)
-    arguments.cos, arguments.sin = (table.data_ptr() for table in tables)
-    arguments.positions = tables[0].numel() // (dim // 2)
-    arguments.q_norm, arguments.k_norm = (None if norm is None else norm.data_ptr() for norm in norms)
-    arguments.num_tokens, arguments.places = num_tokens.data_ptr(), places.data_ptr()
-    arguments.k_to, arguments.v_to = keys.data_ptr(), values.data_ptr()
-    arguments.k_place_stride, arguments.v_place_stride = size * keys.stride(0), size * values.stride(0)
-    arguments.to_row_stride, arguments.to_head_stride = size * keys.stride(1), size * keys.stride(2)
-    paged = places.dim() == 2
-    arguments.table_stride, arguments.table_width = (places.stride(0), places.shape[1]) if paged else (0, 0)
-    arguments.ring_rows = 0 if paged else num_rows
-    arguments.num_places = min(len(keys), len(values))
-    arguments.q_heads, arguments.kv_heads, arguments.dim, arguments.eps = q_heads, kv_heads, dim, eps
 
 
 def _unfit(x: Tensor, allowed: str) -> ArgumentError:

@@ -1,5 +1,6 @@
 """Chains of matrix products of one to eight rows on a GPU, at the speed of reading the weights, with what surrounds
-them in a decode step: an RMS norm before, SwiGLU or a residual after (csrc/linear_few.cuh).
+them in a decode step: an RMS norm before, SwiGLU, rotary embedding with append or a residual after
+(csrc/linear_few.cuh).
 
 A `LinearChain` is made once for its weights. A call sets pointers and launches once on torch's current stream: it
 allocates nothing, waits for nothing and may be captured into a CUDA graph. `linear_few` is the reference of one
@@ -19,12 +20,14 @@ from torch.nn import functional as F
 
 from kernels import loader
 from kernels.errors import ArgumentError
+from kernels.rope_append import AppendTo, RopeArgs, set_rope
 from kernels.step_cells import LINEAR_TILING, LinearTiling, linear_cell, linear_shared_bytes
 
 MAX_ROWS = 8
 MAX_PRODUCTS = 4
 BLOCK = 128  # of FP8 weights, both ways
 ROWS_PER_TILE, GATED_ROWS_PER_TILE = 16, 8
+PLAIN, GATED, ROTARY = range(3)  # csrc/linear_few.cuh, LinearKind
 MAX_CTAS = 1023  # csrc/linear_few.cuh, kLinearGeneration
 MIN_STAGES = 4
 X_PADDING = 64  # bytes behind a row of x in shared memory
@@ -50,7 +53,7 @@ class ProductArgs(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
-        ("gated", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
         ("eps", ctypes.c_float),
     )
 
@@ -60,6 +63,7 @@ class LinearArgs(ctypes.Structure):
 
     _fields_ = (
         ("products", ProductArgs * MAX_PRODUCTS),
+        ("rope", RopeArgs),
         ("arrived", ctypes.c_void_p),
         ("num_products", ctypes.c_int32),
         ("rows", ctypes.c_int32),
@@ -147,19 +151,35 @@ def linear_few(
 
 
 class Link(NamedTuple):
-    """A product of a chain. norm: weights [K] of the RMS norm of its x, with eps, or None."""
+    """A product of a chain. norm: weights [K] of the RMS norm of its x, with eps, or None. rotary: its rows are heads,
+    queries, keys and values; it rotates and appends as StepKernels.rope_append does, without norms of heads."""
 
     linear: LinearWeight
     norm: Tensor | None = None
     eps: float = 0.0
+    rotary: bool = False
+
+    @property
+    def kind(self) -> int:
+        return GATED if self.linear.gated else ROTARY if self.rotary else PLAIN
+
+
+class Rotary(NamedTuple):
+    """tables: cos, sin [positions, dim / 2]; to: where keys and values go; q_heads: the first ones."""
+
+    tables: tuple[Tensor, Tensor]
+    to: AppendTo
+    q_heads: int
 
 
 class LinkCall(NamedTuple):
-    """x: [rows, K]; out: [rows, width]; residual: as out, and may be out. Rows contiguous."""
+    """x: [rows, K]; out: [rows, width]; residual: as out, and may be out. Rows contiguous. rotary: of a link that is;
+    then queries alone are written to out."""
 
     x: Tensor
     out: Tensor
     residual: Tensor | None = None
+    rotary: Rotary | None = None
 
 
 class SharedPlan(NamedTuple):
@@ -220,6 +240,13 @@ class LinearChain:
             )
         for link in links:
             _check_weight(link, dtype, max_rows)
+        if sum(link.rotary for link in links) > 1 or any(link.rotary and link.linear.gated for link in links):
+            raise _error(
+                "a chain rotates one product",
+                f"{[link.kind for link in links]}",
+                "one, not gated",
+                "make several chains",
+            )
         self.links, self.dtype, self.max_rows = tuple(links), dtype, max_rows
         self.device = links[0].linear.weight.device
         if arrived.dtype != torch.int32 or arrived.device != self.device or arrived.numel() != 1:
@@ -232,7 +259,7 @@ class LinearChain:
         self.arguments = LinearArgs(arrived=arrived.data_ptr(), num_products=len(links))
         for to, link in zip(self.arguments.products, links, strict=False):
             linear = link.linear
-            to.n, to.k, to.gated, to.eps = linear.width, linear.weight.shape[1], linear.gated, link.eps
+            to.n, to.k, to.kind, to.eps = linear.width, linear.weight.shape[1], link.kind, link.eps
             to.weight = linear.weight.data_ptr()
             to.norm = None if link.norm is None else link.norm.data_ptr()
             for name in ("scales", "bias"):
@@ -265,14 +292,28 @@ class LinearChain:
                 "use torch for more rows",
             )
         for call, link, to in zip(calls, self.links, arguments.products, strict=False):
-            self._set_product(to, call, link.linear.gated, rows)
+            self._set_product(to, call, link, rows)
         arguments.rows = rows
         arguments.stages, arguments.x_bytes, _ = self.plans[rows]
         arguments.in_flight = min(self.tiling.in_flight, arguments.stages)
 
-    def _set_product(self, to: ProductArgs, call: LinkCall, gated: bool, rows: int) -> None:
-        if call.residual is not None and gated:
-            raise _error("a gated product adds no residual", "a residual", "none", "add it to the next product")
+    def _set_product(self, to: ProductArgs, call: LinkCall, link: Link, rows: int) -> None:
+        if call.residual is not None and link.kind != PLAIN:
+            raise _error("only a plain product adds a residual", "a residual", "none", "add it to the next product")
+        if (call.rotary is not None) != link.rotary:
+            raise _error(
+                "rotary embedding is of rotary products",
+                f"{'none' if call.rotary is None else 'one'} in the call",
+                f"rotary {link.rotary}, as the chain was made",
+                "pass it so",
+            )
+        if call.rotary is not None:
+            tables, where, q_heads = call.rotary
+            if where.keys.shape[3] % ROWS_PER_TILE:
+                raise _error(
+                    "heads are rotated 16 values at a time", str(where.keys.shape[3]), "a multiple", "use torch"
+                )
+            set_rope(self.arguments.rope, self.dtype, call.out, tables, (None, None), 0.0, where, q_heads)
         wanted = {"x": (call.x, to.k), "out": (call.out, to.n), "residual": (call.residual, to.n)}
         for name, (tensor, width) in wanted.items():
             if tensor is None:

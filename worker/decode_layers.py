@@ -1,9 +1,10 @@
 """One decode step of the llama family as a row of launches over static buffers, ready to be captured.
 
-Few rows (up to eight) go through chains of products of our own, which norm before, and gate or add after
-(kernels/linear_cuda.py): a layer is one launch of rotary embedding and append, three of attention, and one for all that
-lies between its attention and the next layer's. More rows go through cuBLAS, with norms and SwiGLU by kernels of our
-own. Nothing is allocated once the buffers are there, nothing comes back to the host.
+Few rows (up to eight) go through chains of products of our own, which norm before, and gate, rotate, append or add
+after (kernels/linear_cuda.py): a layer is three launches of attention, and one for all that lies between its attention
+and the next layer's. Where queries and keys are normed, rotary embedding and append are one more. More rows go through
+cuBLAS, with norms and SwiGLU by kernels of our own. Nothing is allocated once the buffers are there, nothing comes back
+to the host.
 """
 
 from __future__ import annotations
@@ -11,8 +12,18 @@ from __future__ import annotations
 import torch
 
 from kernels import loader
-from kernels.decode_step_cuda import AppendTo, StepKernels
-from kernels.linear_cuda import MAX_ROWS, LinearChain, LinearWeight, Link, LinkCall, most_rows
+from kernels.decode_step_cuda import StepKernels
+from kernels.linear_cuda import (
+    MAX_ROWS,
+    ROWS_PER_TILE,
+    LinearChain,
+    LinearWeight,
+    Link,
+    LinkCall,
+    Rotary,
+    most_rows,
+)
+from kernels.rope_append import AppendTo
 from kernels.sample_cuda import SampleKernel
 from worker.decode_state import DecodeState
 from worker.kv_view import KvView, RegionView
@@ -55,6 +66,7 @@ class DecodeLayers:
         self._views = [(kv.view(i, "k"), kv.view(i, "v")) for i in range(c.num_layers)]
         self._attention = [attention.decode_layer(i) for i in range(c.num_layers)]
         self._tables = (network.cos.squeeze(1).contiguous(), network.sin.squeeze(1).contiguous())
+        self._rotary = not c.qk_norm and c.head_dim % ROWS_PER_TILE == 0
         self._chains = self._chains_of() if self._few_rows else []
         heads = c.q_heads + 2 * c.kv_heads
         self._x, self._delta, self._normed = (like.new_empty(rows, c.hidden) for _ in range(3))
@@ -83,19 +95,17 @@ class DecodeLayers:
         batches = {view.group.name: state.batch(view.group.name, rows) for view, _ in self._views}
         few = 0 < rows <= self._few_rows
         if few:
-            self._chains[0](LinkCall(x, self._qkv[:rows]))
+            self._chains[0](self._qkv_call(0, rows))
         for index in range(c.num_layers):
             if not few:
                 self._many_before(index, rows)
-            k_view, v_view = self._views[index]
-            layer, qkv, group = self._network.layers[index], self._qkv[:rows], k_view.group.name
-            to = AppendTo(
-                _memory(k_view), _memory(v_view), state.places(group, rows), state.row_words("num_tokens", rows)
-            )
-            kernels.rope_append(qkv, self._tables, (layer.q_norm, layer.k_norm), c.norm_eps, to, c.q_heads)
+            layer, qkv = self._network.layers[index], self._qkv[:rows]
+            if not few or not self._rotary:
+                norms = (layer.q_norm, layer.k_norm)
+                kernels.rope_append(qkv, self._tables, norms, c.norm_eps, self._append_to(index, rows), c.q_heads)
             q = qkv[:, : c.q_heads * c.head_dim].view(rows, 1, c.q_heads, c.head_dim)
             out = self._attended[:rows].view(rows, 1, c.q_heads, c.head_dim)
-            self._attention[index](q, batches[group], out=out)
+            self._attention[index](q, batches[self._views[index][0].group.name], out=out)
             after = self._few_after if few else self._many_after
             after(index, rows)
         logits, normed = self.logits[:rows], self._normed[:rows]
@@ -104,13 +114,25 @@ class DecodeLayers:
             _linear(normed, self._network.lm_head, None, logits)
         self._sample(logits, state.sampling(rows))
 
+    def _append_to(self, index: int, rows: int) -> AppendTo:
+        """Where a layer's new keys and values go."""
+        k_view, v_view = self._views[index]
+        places, lengths = self._state.places(k_view.group.name, rows), self._state.row_words("num_tokens", rows)
+        return AppendTo(_memory(k_view), _memory(v_view), places, lengths)
+
     # --- few rows ---
+
+    def _qkv_call(self, index: int, rows: int) -> LinkCall:
+        rotary = None
+        if self._rotary:
+            rotary = Rotary(self._tables, self._append_to(index, rows), self._network.config.q_heads)
+        return LinkCall(self._x[:rows], self._qkv[:rows], rotary=rotary)
 
     def _few_after(self, index: int, rows: int) -> None:
         """A layer's products behind its attention, and the one that comes next: the next layer's, or the logits."""
         x, gated, last = self._x[:rows], self._gated[:rows], index + 1 == self._network.config.num_layers
         calls = [LinkCall(self._attended[:rows], x, x), LinkCall(x, gated), LinkCall(gated, x, x)]
-        following = LinkCall(x, (self.logits if last else self._qkv)[:rows])
+        following = LinkCall(x, self.logits[:rows]) if last else self._qkv_call(index + 1, rows)
         if last and len(self._chains) > index + 2:
             self._chains[index + 1](*calls)
             self._chains[index + 2](following)
@@ -125,7 +147,11 @@ class DecodeLayers:
             codes, scales = (weight.codes, weight.scales) if isinstance(weight, BlockWeight) else (weight, None)
             return Link(LinearWeight(codes, scales, bias=bias, gated=gated), norm, eps)
 
-        chains = [[link(layers[0].qkv, layers[0].qkv_bias, layers[0].input_norm)]]
+        def qkv(index: int) -> Link:
+            layer = layers[index]
+            return link(layer.qkv, layer.qkv_bias, layer.input_norm)._replace(rotary=self._rotary)
+
+        chains = [[qkv(0)]]
         for index, layer in enumerate(layers):
             chains.append(
                 [
@@ -135,8 +161,7 @@ class DecodeLayers:
                 ]
             )
             if index + 1 < len(layers):
-                after = layers[index + 1]
-                chains[-1].append(link(after.qkv, after.qkv_bias, after.input_norm))
+                chains[-1].append(qkv(index + 1))
         head = link(network.lm_head, None, network.norm)
         if isinstance(network.lm_head, BlockWeight) == isinstance(layers[-1].down, BlockWeight):
             chains[-1].append(head)

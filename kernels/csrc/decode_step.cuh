@@ -141,6 +141,25 @@ struct RopeArgs {
     float eps;
 };
 
+// Where a sequence's newest key or value of a kv head goes; null: nowhere.
+template <typename T>
+__device__ __forceinline__ T* append_target(const RopeArgs& args, int row, int kv_head, bool is_value, int position) {
+    if (position < 0) return nullptr;
+    int place, at;
+    if (args.ring_rows > 0) {
+        place = args.places[row];
+        at = position % args.ring_rows;
+    } else {
+        const int page = position / kTokensPerPage;
+        place = page < args.table_width ? args.places[static_cast<int64_t>(row) * args.table_stride + page] : -1;
+        at = position % kTokensPerPage;
+    }
+    if (place < 0) return nullptr;
+    if (place >= args.num_places) trap();
+    uint8_t* base = is_value ? args.v_to + place * args.v_place_stride : args.k_to + place * args.k_place_stride;
+    return reinterpret_cast<T*>(base + at * args.to_row_stride + kv_head * args.to_head_stride);
+}
+
 template <typename T> __device__ __forceinline__ void rope_append(const RopeArgs& args) {
     constexpr int kMost = 8; // pairs of a lane: dims up to 512
     launch_dependents();
@@ -187,24 +206,8 @@ template <typename T> __device__ __forceinline__ void rope_append(const RopeArgs
             high[j] = as_rounded<T>(h * c) + as_rounded<T>(l * s);
         }
     }
-    T* to = from;
-    if (!is_query) {
-        if (position < 0) return;
-        int place, at;
-        if (args.ring_rows > 0) {
-            place = args.places[row];
-            at = position % args.ring_rows;
-        } else {
-            const int page = position / kTokensPerPage;
-            place = page < args.table_width ? args.places[static_cast<int64_t>(row) * args.table_stride + page] : -1;
-            at = position % kTokensPerPage;
-        }
-        if (place < 0) return;
-        if (place >= args.num_places) trap();
-        const int kv_head = (head - args.q_heads) % args.kv_heads;
-        uint8_t* base = is_value ? args.v_to + place * args.v_place_stride : args.k_to + place * args.k_place_stride;
-        to = reinterpret_cast<T*>(base + at * args.to_row_stride + kv_head * args.to_head_stride);
-    }
+    T* to = is_query ? from : append_target<T>(args, row, (head - args.q_heads) % args.kv_heads, is_value, position);
+    if (to == nullptr) return;
 #pragma unroll
     for (int j = 0; j < kMost; j++) {
         const int i = lane + 32 * j;

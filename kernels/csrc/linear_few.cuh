@@ -2,12 +2,15 @@
 // weight[n][k]); the x of a later one is made of what earlier ones wrote. The time is that of reading the weights once.
 //
 //   before     RMS norm of x where there are weights for it: T(norm * T(x * rsqrt(mean(x^2) + eps)))
-//   after      bias [weight rows] is added (or null), the sum rounded to T; then gated, or residual [rows][n] is added (or null)
-//   gated      weight holds gate [n][k] and, behind it, up [n][k]; out = T(T(silu(T(gate))) * T(up))
+//   after      bias [weight rows] is added (or null), the sum rounded to T; then a kind, or residual [rows][n] is added (or null)
+//   GATED      weight holds gate [n][k] and, behind it, up [n][k]; out = T(T(silu(T(gate))) * T(up))
+//   ROTARY     rows are heads: queries, keys, values. Queries and keys are rotated, queries go to out, keys and values
+//              where the newest token's go (RopeArgs; no norms, dim a multiple of 16). No residual.
 //   FP8        weights are e4m3 and scales f32 [weight rows / 128][k / 128] belong to blocks of 128 x 128
 //   residual may be out itself.
 //
-// A CTA takes tiles of 16 weight rows in turn (gated: 8 of gate and the same 8 of up). PRODUCERS warps stream them into a
+// A CTA takes tiles of 16 weight rows in turn: two halves of 8, which lie side by side but for gate and the same rows of up,
+// and the two halves of a head that are rotated together. PRODUCERS warps stream them into a
 // ring of stages, ROW_BYTES of each of the 16 rows, and run ahead over tiles and over products: weights depend on
 // nothing, so they do not even wait for what the launch depends on. WARPS consumer warps share a stage's values of k. Weights
 // are A operands of m16n8k16, as they lie in memory: a lane's 16 bytes of a row are contiguous values of k, in whatever
@@ -20,7 +23,7 @@
 // k: a multiple of 32, in FP8 of 128. Rows of x and weights are contiguous, at multiples of 16 bytes.
 #pragma once
 
-#include "ptx.cuh"
+#include "decode_step.cuh"
 
 namespace tailpack {
 
@@ -28,6 +31,8 @@ constexpr int kLinearRows = 16, kLinearColumns = 8, kLinearProducts = 4;
 constexpr int kLinearPad = 64; // bytes between rows in shared memory: what 8 lanes read lies in all banks
 constexpr int kLinearSums = kLinearRows * kLinearColumns;
 constexpr uint32_t kLinearGeneration = 1024; // what the counter of arrived CTAs grows by between two products
+
+enum LinearKind : int32_t { LINEAR_PLAIN = 0, LINEAR_GATED = 1, LINEAR_ROTARY = 2 };
 
 struct LinearProduct {
     const void* x;
@@ -38,12 +43,13 @@ struct LinearProduct {
     const void* norm;
     void* out;
     int64_t x_stride, residual_stride, out_stride; // elements
-    int32_t n, k, gated;
+    int32_t n, k, kind;
     float eps;
 };
 
 struct LinearArgs {
     LinearProduct products[kLinearProducts];
+    RopeArgs rope; // of the one that is ROTARY
     uint32_t* arrived; // a multiple of kLinearGeneration before and after a launch
     int32_t num_products, rows;
     int32_t stages, x_bytes; // of shared memory: linear_shared_bytes
@@ -58,8 +64,6 @@ __device__ __forceinline__ void e4m3_halves(uint32_t codes, uint32_t& even, uint
 }
 constexpr uint32_t kTwoToThe60 = 0x5d805d80u; // two halves of bf16: x times this, and the sum times 2^60, undo the 2^-120
 constexpr float kUnscale = 1152921504606846976.0f;
-
-template <typename T> __device__ __forceinline__ float as_rounded(float x) { return static_cast<float>(static_cast<T>(x)); }
 
 // Until every CTA of the grid has come here, and what each wrote is seen. One thread of each CTA.
 __device__ __forceinline__ void meet_grid(uint32_t* arrived) {
@@ -128,7 +132,19 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
             if (++stage == stages) stage = 0, parity ^= 1;
         }
     };
-    static __device__ __forceinline__ int tile_width(const LinearProduct& product) { return product.gated ? 8 : kLinearRows; }
+    static __device__ __forceinline__ int tile_width(const LinearProduct& product) {
+        return product.kind == LINEAR_GATED ? 8 : kLinearRows;
+    }
+    // The weight row that half 0 or 1 of a tile begins with, and the end of those that it may have.
+    __device__ __forceinline__ int half_row(const LinearProduct& product, int tile, int half) const {
+        if (product.kind == LINEAR_GATED) return 8 * tile + half * product.n;
+        if (product.kind == LINEAR_PLAIN) return 16 * tile + 8 * half;
+        const int dim = args.rope.dim, tiles = dim / 16;
+        return tile / tiles * dim + tile % tiles * 8 + half * (dim / 2);
+    }
+    static __device__ __forceinline__ int half_end(const LinearProduct& product, int half) {
+        return product.kind == LINEAR_GATED && half ? 2 * product.n : product.n;
+    }
     static __device__ __forceinline__ int num_tiles(const LinearProduct& product) {
         const int width = tile_width(product);
         return (product.n + width - 1) / width;
@@ -146,13 +162,13 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
     // No more than args.in_flight stages are under way: what lies between two products, or before the launch, reads memory
     // behind them.
     __device__ __forceinline__ void produce(int producer) const {
-        constexpr int kRows = kLinearRows / PRODUCERS, kTogether = kRows < 8 ? kRows : 8; // rows of gate, or of up
+        constexpr int kRows = kLinearRows / PRODUCERS, kTogether = kRows < 8 ? kRows : 8; // of a half
         const uint64_t stream = evict_first_policy();
         Ring ring, behind;
         int started = 0;
         for (int p = 0; p < args.num_products; p++) {
             const LinearProduct& product = args.products[p];
-            const int tiles = num_tiles(product), chunks = num_chunks(product), width = tile_width(product);
+            const int tiles = num_tiles(product), chunks = num_chunks(product);
             const int64_t row_bytes = static_cast<int64_t>(product.k) * kWeightBytes;
             for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
                 for (int chunk = 0; chunk < chunks; chunk++) {
@@ -166,9 +182,8 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
 #pragma unroll
                     for (int first = 0; first < kRows; first += kTogether) {
                         const int r = kRows * producer + first; // of the tile
-                        const bool up = product.gated && r >= 8;
-                        const int end = up ? 2 * product.n : product.n;
-                        int row = tile * width + (up ? product.n + r - 8 : r);
+                        const int end = half_end(product, r / 8);
+                        int row = half_row(product, tile, r / 8) + r % 8;
                         uint32_t to = base + ring.stage * kStageBytes + r * kPitch;
                         // Rows behind the last are that one again: computed and dropped.
                         const uint8_t* from = static_cast<const uint8_t*>(product.weight) + min(row, end - 1) * row_bytes + chunk * ROW_BYTES;
@@ -285,7 +300,7 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
     };
     __device__ __forceinline__ void load_scales(const LinearProduct& product, int tile, int chunk, Scales& to) const {
         const int64_t blocks = product.k / 128;
-        const int first = tile * tile_width(product), second = product.gated ? product.n + first : first;
+        const int first = half_row(product, tile, 0), second = half_row(product, tile, 1);
         const int pieces = chunk_bytes(product, chunk) / 64;
 #pragma unroll
         for (int j = 0; j < kOwn; j++) {
@@ -426,8 +441,13 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
         for (int p = 0; p < args.num_products; p++) {
             const LinearProduct& product = args.products[p];
             const int tiles = num_tiles(product), width = tile_width(product), values = args.rows * width;
+            const bool gated = product.kind == LINEAR_GATED;
             const T *bias = static_cast<const T*>(product.bias), *residual = static_cast<const T*>(product.residual);
             for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
+                if (product.kind == LINEAR_ROTARY) {
+                    rotate_tile(product, tile, buffer);
+                    continue;
+                }
                 float more[kValues] = {}, offset[kValues][2] = {}; // residual and bias, under way while others compute
                 const int first = tile * width;
 #pragma unroll
@@ -437,7 +457,7 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
                     if (residual != nullptr) more[j] = load_l2_half(residual + m * product.residual_stride + row);
                     if (bias != nullptr) {
                         offset[j][0] = static_cast<float>(bias[row]);
-                        if (product.gated) offset[j][1] = static_cast<float>(bias[product.n + row]);
+                        if (gated) offset[j][1] = static_cast<float>(bias[product.n + row]);
                     }
                 }
                 mbarrier_wait(sums_full(buffer.stage), buffer.parity);
@@ -451,7 +471,7 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
 #pragma unroll
                     for (int w = 0; w < WARPS; w++) value += from[w * kLinearSums + at];
                     value = as_rounded<T>(value + offset[j][0]);
-                    if (product.gated) {
+                    if (gated) {
 #pragma unroll
                         for (int w = 0; w < WARPS; w++) up += from[w * kLinearSums + at + 8];
                         value = as_rounded<T>(value / (1.0f + __expf(-value))) * as_rounded<T>(up + offset[j][1]);
@@ -471,6 +491,56 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
             }
             __syncwarp();
         }
+    }
+    // A tile of a ROTARY product: 8 dims of a head and those they are rotated with.
+    __device__ __forceinline__ void rotate_tile(const LinearProduct& product, int tile, Ring& buffer) const {
+        constexpr int kPairs = kLinearColumns * 8 / 32;
+        const RopeArgs& rope = args.rope;
+        const int half = rope.dim / 2, tiles = rope.dim / 16, head = tile / tiles, first = tile % tiles * 8;
+        const bool is_query = head < rope.q_heads, is_value = head >= rope.q_heads + rope.kv_heads;
+        const T* bias = static_cast<const T*>(product.bias);
+        T* to[kPairs] = {};
+        float c[kPairs] = {}, s[kPairs] = {}, offset[kPairs][2] = {};
+#pragma unroll
+        for (int j = 0; j < kPairs; j++) { // while others compute
+            const int i = lane + 32 * j, m = i / 8, dim = first + i % 8;
+            if (m >= args.rows) continue;
+            const int position = rope.num_tokens[m] - 1;
+            if (position >= rope.positions) trap();
+            if (!is_value) {
+                const int64_t at = static_cast<int64_t>(max(position, 0)) * half + dim;
+                c[j] = static_cast<float>(static_cast<const T*>(rope.cos)[at]), s[j] = static_cast<float>(static_cast<const T*>(rope.sin)[at]);
+            }
+            if (bias != nullptr)
+#pragma unroll
+                for (int h = 0; h < 2; h++) offset[j][h] = static_cast<float>(bias[head * rope.dim + dim + h * half]);
+            to[j] = is_query ? static_cast<T*>(product.out) + m * product.out_stride + head * rope.dim
+                             : append_target<T>(rope, m, (head - rope.q_heads) % rope.kv_heads, is_value, position);
+        }
+        mbarrier_wait(sums_full(buffer.stage), buffer.parity);
+        const float* from = sums(buffer.stage);
+#pragma unroll
+        for (int j = 0; j < kPairs; j++) {
+            const int i = lane + 32 * j, m = i / 8, dim = first + i % 8;
+            if (m >= args.rows || to[j] == nullptr) continue;
+            float value[2] = {};
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) value[h] += from[w * kLinearSums + kLinearRows * m + i % 8 + 8 * h];
+                value[h] = as_rounded<T>(value[h] + offset[j][h]);
+            }
+            float low = value[0], high = value[1];
+            if (!is_value) {
+                low = as_rounded<T>(value[0] * c[j]) - as_rounded<T>(value[1] * s[j]);
+                high = as_rounded<T>(value[1] * c[j]) + as_rounded<T>(value[0] * s[j]);
+            }
+            to[j][dim] = static_cast<T>(low);
+            to[j][dim + half] = static_cast<T>(high);
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(sums_empty(buffer.stage));
+        buffer.next(2);
     }
     static __device__ __forceinline__ float load_l2_half(const T* p) {
         const unsigned short bits = __ldcg(reinterpret_cast<const unsigned short*>(p));

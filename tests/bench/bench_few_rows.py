@@ -28,7 +28,7 @@ import torch
 from kernels import loader
 from kernels.cubins import build, default_folder
 from kernels.decode_cells import DecodeShape, decode_cell
-from kernels.linear_cuda import LinearChain, LinkCall
+from kernels.linear_cuda import LinearChain
 from kernels.step_cells import LINEAR_TILING, LinearTiling, linear_cell, sample_cell, step_cell
 from tests.bench import bench_engine_gpu, engine_gpu_linear, engine_gpu_steady
 from tests.bench.bench_engine_gpu import Report
@@ -205,7 +205,7 @@ def _chains(layers: decode_layers.DecodeLayers, chains: bool) -> None:
     run, none = layers._chains, (lambda *calls: None)
     kernels, sample = layers._kernels, layers._sample
     if chains:
-        layers._chains[0](LinkCall(layers._x[:1], layers._qkv[:1]))
+        layers._chains[0](layers._qkv_call(0, 1))
         for index in range(layers._network.config.num_layers):
             layers._few_after(index, 1)
         return

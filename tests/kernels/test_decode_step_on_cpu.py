@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.decode_step_cuda import AppendTo, NormArgs, RopeArgs, StepArgs, set_rope
+from kernels.decode_step_cuda import NormArgs, StepArgs
 from kernels.errors import ArgumentError
+from kernels.rope_append import AppendTo, RopeArgs, set_rope
 from kernels.step_cells import step_cell
 from tests.kernels.emulator import Emulator, EmulatorError, needs_compiler
 from worker.models.layers import rms_norm, rope_tables, rotate

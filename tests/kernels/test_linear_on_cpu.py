@@ -16,12 +16,14 @@ from kernels.linear_cuda import (
     LinearWeight,
     Link,
     LinkCall,
+    Rotary,
     dequantized,
     linear_few,
     quantized,
     shared_plan,
 )
-from kernels.step_cells import LINEAR_TILING, LinearTiling
+from kernels.rope_append import AppendTo, RopeArgs, set_rope
+from kernels.step_cells import LINEAR_TILING, LinearTiling, step_cell
 from tests.kernels.emulator import Emulator, EmulatorError, needs_compiler
 
 BUILT: dict[Cell, Emulator] = {}
@@ -172,6 +174,40 @@ def test_a_chain_is_its_products_one_by_one(folder: Path, fp8: bool, rows: int, 
 
 @needs_compiler
 @pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_heads_are_rotated_and_appended_as_by_a_kernel_of_its_own(folder: Path, paged: bool, fp8: bool) -> None:
+    torch.manual_seed(8)
+    rows, q_heads, kv_heads, dim, k = 3, 4, 2, 64, 256
+    n = (q_heads + 2 * kv_heads) * dim
+    weight = torch.randn(n, k).to(BF16)
+    linear = LinearWeight(*(quantized(weight) if fp8 else (weight, None)), bias=torch.randn(n).to(BF16))
+    x, tables = (
+        torch.randn(rows, k).to(BF16),
+        (torch.randn(300, dim // 2).to(BF16), torch.randn(300, dim // 2).to(BF16)),
+    )
+    num_tokens = torch.tensor([7, 0, 271], dtype=torch.int32)  # the middle one is padding
+    places = torch.tensor([[4, 1, 2], [0, 3, 3], [3, -1, 0]] if paged else [2, 0, 1], dtype=torch.int32)
+    found = []
+    for rotary in (False, True):
+        memory = torch.zeros(2, 5, 128 if paged else 160, kv_heads, dim, dtype=BF16)
+        to = AppendTo(memory[0], memory[1], places, num_tokens)
+        out = torch.zeros(rows, n, dtype=BF16)
+        chain = chain_of(Link(linear, rotary=rotary))
+        launch(chain, folder, [LinkCall(x, out, rotary=Rotary(tables, to, q_heads) if rotary else None)], 3, seed=2)
+        if not rotary:
+            arguments = RopeArgs()
+            set_rope(arguments, BF16, out, tables, (None, None), 0.0, to, q_heads)
+            cell = step_cell("bf16")
+            if cell not in BUILT:
+                BUILT[cell] = Emulator.build("decode_step.cpp", folder, [f"-D{a}={b}" for a, b in cell.defines])
+            BUILT[cell].call("rope", 1, rows, arguments)
+        found.append((out[:, : q_heads * dim], memory))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][1].ne(0).any(-1).sum() == 2 * 2 * kv_heads  # of two rows
+
+
+@needs_compiler
+@pytest.mark.parametrize("fp8", [False, True])
 def test_long_rows_are_read_from_memory(folder: Path, fp8: bool) -> None:
     """On an SM with 99 KiB, 8 rows of 3,072 values are too many; results are those of rows in shared memory."""
     torch.manual_seed(5)
@@ -268,5 +304,5 @@ def test_chains_that_do_not_fit_are_refused() -> None:
     for bad in ((x, out), (x[:2, :32], out[:2]), (x[:2], out[:3]), (x[:2].float(), out[:2])):
         with pytest.raises(ArgumentError, match="does not fit the product"):
             chain.set_call(LinkCall(*bad))
-    with pytest.raises(ArgumentError, match="adds no residual"):
+    with pytest.raises(ArgumentError, match="adds a residual"):
         chain_of(Link(gated)).set_call(LinkCall(x[:1], out[:1, :16], out[:1, :16]))
