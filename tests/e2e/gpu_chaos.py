@@ -9,6 +9,7 @@ killed with SIGKILL at a random moment:
     worker,kvstore    the worker; then the store, as soon as the next worker has the memory
     kvstore,worker    the store; then the worker, as soon as the next store has the memory
     both              at once: nothing is left, everything is computed again from the tokens
+    fault             nobody is killed: a kernel of the worker's fails, which ends its CUDA context
 
 Every stream must end with exactly the tokens of an undisturbed run, offsets without gap or repeat; while somebody holds
 the memory no prompt token is prefilled again, and none that was committed is computed again. What the kvstore holds,
@@ -68,8 +69,9 @@ TINY: dict[str, Any] = SMOLLM2 | {
     "vocab_size": 600,
 }
 PROMPTS = (1, 40, 130, 262, 300, 520, 700, 1000)
-KINDS = ("worker", "kvstore", "worker", "worker,kvstore", "kvstore,worker", "both")
-KEEPS_MEMORY = ("worker", "kvstore")
+KINDS = ("worker", "kvstore", "fault", "worker", "worker,kvstore", "kvstore,worker", "both")
+KEEPS_MEMORY = ("worker", "kvstore", "fault")
+FAULT_AT = (60, 300)  # steps of the worker's life
 COLD_ROUNDS = 2
 MOMENT = (0.02, 0.4)  # of the time that the undisturbed run took: when to strike, counted from the last first token
 TIMEOUT_S = 120.0
@@ -195,6 +197,8 @@ class Chaos:
                     kind = kinds[self.number % len(kinds)]
                     if self.number == COLD_ROUNDS:
                         node.zygote = await forked
+                    if kind == "fault":
+                        await self._doom(node)
                     await self._round(node, kind, cold=self.number < COLD_ROUNDS)
                 await node.stop()
                 assert not node.faults, node.faults
@@ -204,6 +208,15 @@ class Chaos:
             self.say("node", False, error=traceback.format_exc()[-3000:], faults=node.faults, logs=logs)
         finally:
             shutil.rmtree(node.folder, ignore_errors=True)
+
+    async def _doom(self, node: Node) -> None:
+        """The worker's next life is one whose GPU fails in some step."""
+        node.errors_expected = True
+        (worker,) = node.workers
+        call = "launch" if "--decode-graphs" in self.setting.options else "run"
+        worker.deaths.append(Death.parse(f"fail:worker.model_runner:ModelRunner.{call}:{self.rng.randint(*FAULT_AT)}"))
+        await _kill(node, worker)
+        await node.all_up()
 
     async def _undisturbed(self, node: Node) -> None:
         """What each ask must say: all at once, and some of them alone, which is the same in deterministic mode."""
@@ -237,7 +250,8 @@ class Chaos:
         error = ""
         try:
             await _until(lambda: calling.done() or all(stream.got for stream in streams), "the first tokens")
-            await asyncio.sleep(self.rng.uniform(*MOMENT) * self.whole_s)
+            if kind != "fault":
+                await asyncio.sleep(self.rng.uniform(*MOMENT) * self.whole_s)
             this.facts["struck_at"] = [len(stream.got) for stream in streams]
             this.facts["ended_before"] = sum(bool(stream.reason) for stream in streams)
             await self._strike(node, this, streams, caller, calling)
@@ -287,6 +301,12 @@ class Chaos:
         silence = asyncio.create_task(_longest_silence(streams))
         if this.kind == "both":
             await strike(worker, store)
+        elif this.kind == "fault":
+            sessions, ends = num_sessions(caller), sum(worker.ends.values())
+            gone = await until(lambda: sum(worker.ends.values()) > ends)
+            this.blows.append(Blow(gone, time.time(), gone))
+            await until(lambda: num_sessions(caller) > sessions)
+            had.update({stream.request_id: len(stream.got) for stream in running})
         else:
             first, *second = [worker if name == "worker" else store for name in this.kind.split(",")]
             await strike(first)
@@ -355,11 +375,11 @@ def _counted(node: Node, kind: str) -> dict[str, Any]:
     """
     load = node.load()
     again = load.tokens_recomputed_after_adoption + load.sequences_recomputed
-    again += load.prompt_tokens if kind == "worker" else 0
+    again += load.prompt_tokens if kind in ("worker", "fault") else 0
     return {
         "adopted": load.sequences_adopted,
         "committed_tokens_computed_again": load.tokens_recomputed_after_adoption,
-        "prompt_tokens_prefilled": load.prompt_tokens if "worker" in kind else None,
+        "prompt_tokens_prefilled": load.prompt_tokens if "worker" in kind or kind == "fault" else None,
         "sequences_recomputed": load.sequences_recomputed,
         "computed_again": again if kind in KEEPS_MEMORY else 0,
     }
