@@ -8,15 +8,17 @@ import resource
 import socket
 import struct
 import threading
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from kvstore.fd_server import FdServer, deliver, fetch
+from kvstore.fd_server import MAX_MANIFEST_BYTES, FdServer, deliver, fetch
+from kvstore.server import _sole_store
 from kvstore.suspects import Holder
 from protos import kvstore_pb2
-from protos.errors import PermissionDenied, Unavailable
+from protos.errors import ConfigError, PermissionDenied, Unavailable
 from tests.unit.descriptors import open_descriptors
 
 
@@ -45,6 +47,54 @@ def test_a_bad_manifest_is_named_and_leaks_nothing(tmp_path: Path, manifest: byt
             fetch(tmp_path / "s", bytes(16), timeout_s=5)
         server.join(5)
     assert not open_descriptors() - before
+
+
+def test_a_manifest_without_end_is_given_up(tmp_path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "s"))
+    listener.listen(1)
+    sent = 0
+
+    def serve() -> None:
+        nonlocal sent
+        with listener, listener.accept()[0] as connection, suppress(OSError):
+            connection.recv(16)
+            connection.sendall(struct.pack("<I", (1 << 32) - 1))
+            while sent < 8 * MAX_MANIFEST_BYTES:
+                connection.sendall(bytes(1 << 16))
+                sent += 1 << 16
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(Unavailable, match="too long"):
+        fetch(tmp_path / "s", bytes(16), timeout_s=5)
+    thread.join(5)
+    assert sent < 4 * MAX_MANIFEST_BYTES
+
+
+async def test_as_many_descriptors_are_taken_as_are_said_to_come(tmp_path: Path) -> None:
+    server, before = FdServer(tmp_path / "s"), open_descriptors()
+    await server.start()
+    with server.expect(1) as (ticket, delivery), (tmp_path / "file").open("wb") as file:
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+        writer.write(ticket)
+        await writer.drain()
+        sender = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+        with sender:
+            sender.setblocking(True)
+            socket.send_fds(sender, [struct.pack("<I", 2)], [file.fileno()])
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert not delivery.arrived.is_set()
+        writer.close()
+    await server.stop()
+    assert not open_descriptors() - before
+
+
+def test_a_socket_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError) as refused, _sole_store(tmp_path):
+        pass
+    assert refused.value.reason == "SOCKET_DIR_NOT_OURS"
 
 
 def test_descriptors_never_pass_to_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
