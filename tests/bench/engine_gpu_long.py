@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -28,15 +29,18 @@ SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, repetition_penalty=1.1
 
 @dataclass(frozen=True)
 class Run:
-    """``num_running`` sequences at any time; ``longest``: of one, prompt and output together."""
+    """``num_running`` sequences at any time; ``longest``: of one, prompt and output together. What is not done after
+    ``seconds`` is told as it stands, and not ok.
+    """
 
     steps: int = 20_000
     warm_up: int = 800
     num_running: int = 16
     longest: int = 1024
     mode: str = "turboquant"
-    seconds: float = 150.0
+    seconds: float = 75.0
     looks: int = 20
+    say_every_s: float = 8.0
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ def comings(longest: int) -> Iterator[Coming]:
     rng = random.Random(5)
     cycle = []
     for number in range(CYCLE):
-        prompt = rng.choice((5, 40, 130, 260, 300, 420))
-        output = rng.randrange(40, max(41, min(400, longest - prompt)))
+        prompt = rng.choice((3, 9, 17, 30, 44, 64))  # short: steps are what is asked for, and decode grows over pages
+        output = rng.randrange(60, min(700, longest - prompt))
         cycle.append(Coming(prompt, output, number % 2 == 1, output // 2 if number % 6 == 4 else 0))
     return itertools.cycle(cycle)
 
@@ -69,6 +73,7 @@ class Crowd:
         self._rng = random.Random(7)
         self._to_abort: dict[str, tuple[Coming, int]] = {}
         self.num_submitted = self.num_aborted = 0
+        self._said, self._prefill_s, self._began = time.monotonic(), 0.0, (0, 0)
 
     def step(self) -> None:
         bench = self._bench
@@ -81,12 +86,36 @@ class Crowd:
             if coming.abort_at:
                 self._to_abort[name] = (coming, bench.load().num_steps)
             self.num_submitted += 1
+        prefill, began = bench.load().queued_tokens > 0, time.monotonic()
         bench.step()
+        self._prefill_s += (time.monotonic() - began) * prefill
+        if began - self._said > self._run.say_every_s:
+            self._say(began)
         now = bench.load().num_steps
         for name, (coming, began) in list(self._to_abort.items()):
             if now - began > coming.abort_at:
                 self.num_aborted += bench.engine.abort(name)
                 del self._to_abort[name]
+
+    def _say(self, now: float) -> None:
+        bench, took = self._bench, now - self._said
+        load = bench.load()
+        steps, tokens = self._began
+        told = {
+            "progress": "long",
+            "steps": load.num_steps,
+            "steps_per_s": round((load.num_steps - steps) / took, 1),
+            "tokens_per_s": round((bench.num_emitted - tokens) / took, 1),
+            "running": load.num_running,
+            "waiting": load.num_waiting,
+            "submitted": self.num_submitted,
+            "share_of_steps_with_prompts": round(self._prefill_s / took, 3),
+            "phases_ms_a_step": {
+                name: round(ns / 1e6 / max(1, bench.phases.num_steps), 3) for name, ns in bench.phases.ns.items()
+            },
+        }
+        print(json.dumps(told), flush=True)
+        self._said, self._prefill_s, self._began = now, 0.0, (load.num_steps, bench.num_emitted)
 
 
 def measure(raw: dict[str, Any], device: torch.device, run: Run) -> dict[str, Any]:
@@ -103,6 +132,7 @@ def measure(raw: dict[str, Any], device: torch.device, run: Run) -> dict[str, An
             "max_running": run.num_running,
             "max_sequence_tokens": run.longest,
             "prefill_chunk": 512,
+            "step_time_budget_ms": 0,
             "decode_graphs": on_gpu,
             "threads": 1 if not on_gpu else 0,
         }
@@ -128,7 +158,8 @@ def measure(raw: dict[str, Any], device: torch.device, run: Run) -> dict[str, An
             bench.synchronize()
             looks.append(_look(bench, device, started))
         rates = [
-            (b["tokens"] - a["tokens"]) / (b["s"] - a["s"]) for a, b in itertools.pairwise(looks[:: run.looks // 4])
+            (b["tokens"] - a["tokens"]) / max(1e-9, b["s"] - a["s"])
+            for a, b in itertools.pairwise(looks[:: run.looks // 4])
         ]
         grown = {name: looks[-1][name] - looks[0][name] for name in looks[0] if name.endswith("bytes")}
         done = bench.load().num_steps - first
