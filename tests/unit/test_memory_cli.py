@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+
+from rich.console import Console
+
 from protos import kvstore_pb2, types_pb2, worker_pb2
-from worker.memory_cli import Use, gathered
+from worker.memory_cli import FREE_COLOUR, OTHER_COLOUR, UNKNOWN_COLOUR, Use, _picture, _table, gathered
 
 GPU = "cuda:GPU-0"
 
@@ -56,3 +60,27 @@ def test_host_memory_is_told_by_machine() -> None:
     assert (here.host, here.known_bytes, here.total_bytes, here.other_bytes) == ("here", 322, None, None)
     assert (there.host, there.known_bytes) == ("there", 15)
     assert [use.owner for use in here.uses] == ["weights", "process", "pages full", "control block"]
+
+
+def test_a_picture_shows_every_part_in_its_share() -> None:
+    uses = {(GPU, "weights"): 800, (GPU, "graph pools"): 1, (GPU, "unknown"): 199, ("host", "process"): 5}
+    _, gpu = gathered([worker("w0", "here", uses, (2000, 900))], {})  # type: ignore[list-item]
+    picture = _picture(gpu, 50)
+    assert len(picture.plain) in (50, 51)
+    colours = [set(str(span.style).replace(" on ", " ").split()) for span in picture.spans]
+    seen = set().union(*colours)
+    assert {UNKNOWN_COLOUR, OTHER_COLOUR, FREE_COLOUR} <= seen and len(seen) == 5
+    weights = sum(colour == {"blue"} for colour in colours)
+    free = sum(colour == {FREE_COLOUR} for colour in colours)
+    assert 19 <= weights <= 20 and 22 <= free <= 23
+
+
+def test_planned_bytes_stand_beside_what_is_taken() -> None:
+    told = worker("w0", "here", {(GPU, "weights"): 4 << 20, (GPU, "unknown"): 0}, (64 << 20, 32 << 20))
+    told.memory.uses[0].planned_bytes = 5 << 20  # type: ignore[attr-defined]
+    (gpu,) = gathered([told], {})  # type: ignore[list-item]
+    console = Console(width=120, file=io.StringIO())
+    console.print(_table(gpu))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "planned MiB" in shown and "5.0" in shown and "unknown" in shown
+    assert "other programs, stores not asked" in shown and "28.0" in shown
