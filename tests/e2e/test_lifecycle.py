@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from protos import types_pb2
+from protos.cli import main
 from router.client import AsyncTailpack
 from tests.e2e.cluster import (
     START_TIMEOUT_S,
@@ -44,11 +45,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- what cannot start ---
 
 
-def refused_up(*arguments: str) -> str:
-    run = run_cli("up", *arguments)
-    assert run.returncode in (1, 2), (run.returncode, run.stdout, run.stderr)
-    assert b"Traceback" not in run.stderr, run.stderr
-    return run.stderr.decode()
+@pytest.fixture
+def refused_up(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What `up ARGUMENTS` says to standard error; in this process, for it is refused before anything starts."""
+
+    def run(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(["up", *arguments])
+        said = capsys.readouterr().err
+        assert end.value.code in (1, 2) and "Traceback" not in said, (end.value.code, said)
+        return said
+
+    return run
 
 
 def test_a_port_in_use_is_named_before_anything_heavy_starts(tiny: Path) -> None:
@@ -60,7 +68,7 @@ def test_a_port_in_use_is_named_before_anything_heavy_starts(tiny: Path) -> None
     assert b"starting" not in run.stdout
 
 
-def test_bad_settings_are_named(tiny: Path, tmp_path: Path) -> None:
+def test_bad_settings_are_named(refused_up: Callable[..., str], tiny: Path, tmp_path: Path) -> None:
     listen = ("--listen", "127.0.0.1:0")
     assert "no such model" in refused_up(*listen, "--model", "gpt-17")
     assert "not a model folder" in refused_up(*listen, "--model", str(tmp_path))
