@@ -208,6 +208,7 @@ class Cluster:
                 address="local",
                 namespace="tailpack",
                 include_dashboard=False,
+                num_cpus=self.config.workers,  # so many processes Ray starts ahead; it would one for each core
                 num_gpus=len(self.config.gpus),
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
