@@ -53,8 +53,7 @@ class Served(Harness):
         self.engine = Engine(config, model, lasting, self._take)
 
 
-@pytest.mark.parametrize("dense_layers", [(0, 0), (1, 0)])
-@pytest.mark.parametrize("mode", ["turboquant", "fp8"])
+@pytest.mark.parametrize(("mode", "dense_layers"), [("turboquant", (0, 0)), ("turboquant", (1, 0)), ("fp8", (0, 0))])
 def test_the_next_worker_goes_on_in_the_memory_of_the_last(
     tmp_path: Path, store: StoreProcess, monkeypatch: pytest.MonkeyPatch, mode: str, dense_layers: tuple[int, int]
 ) -> None:
