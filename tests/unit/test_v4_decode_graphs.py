@@ -91,11 +91,13 @@ def test_blocks_of_a_page_each(pair: Pair) -> None:
 
 
 def test_kept_rows_are_the_engines(pair: Pair) -> None:
-    """Bit for bit where no product has another shape: two sequences, of which one goes, so that a row is padding."""
+    """Of three sequences the second goes, so that its row is padding: what it held stays NaN."""
     plain, captured = pair("window")
     kept = []
     for harness in (plain, captured):
-        harness.run(request("a", prompt(1, 61), 9), request("b", prompt(2, 30), 3))
+        harness.run(
+            *(request(f"r{i}", prompt(i, length), count) for i, length, count in ((1, 61, 9), (2, 30, 3), (3, 9, 9)))
+        )
         kv = harness.engine._runner.kv
         kept.append({key: (view.tail if view.tail is not None else view.pages) for key, view in kv.regions.items()})
     for key, rows in kept[0].items():
