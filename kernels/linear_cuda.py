@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from kernels import loader
 from kernels.errors import ArgumentError
 from kernels.rope_append import AppendTo, RopeArgs, set_rope
-from kernels.step_cells import LINEAR_TILING, LinearTiling, linear_cell, linear_shared_bytes
+from kernels.step_cells import LinearTiling, linear_cell, linear_shared_bytes, linear_tiling
 
 MAX_ROWS = 8
 MAX_PRODUCTS = 4
@@ -51,6 +51,7 @@ class ProductArgs(ctypes.Structure):
         ("x_stride", ctypes.c_int64),
         ("residual_stride", ctypes.c_int64),
         ("out_stride", ctypes.c_int64),
+        ("scale_stride", ctypes.c_int64),
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("kind", ctypes.c_int32),
@@ -70,12 +71,13 @@ class LinearArgs(ctypes.Structure):
         ("stages", ctypes.c_int32),
         ("x_bytes", ctypes.c_int32),
         ("in_flight", ctypes.c_int32),
+        ("turned", ctypes.c_int32),
     )
 
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """weight: [N, K] of the rows' dtype, or float8_e4m3fn with scales f32 [ceil(N / 128), K / 128].
+    """weight: [N, K] of the rows' dtype, or float8_e4m3fn with scales f32 [ceil(N / 128), K / 128] of `scale_rows`.
 
     gated: weight holds gate and up, N / 2 rows each, and the result is silu(gate) * up, [rows, N / 2].
     bias: [N] or None.
@@ -99,13 +101,20 @@ class LinearWeight:
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[N, K] of any float dtype, K a multiple of 128, as e4m3 codes and f32 scales of blocks of 128 x 128
-    (DeepSeek-V3 report, section 3.3): code = value * 448 / largest of the block."""
+    (DeepSeek-V3 report, section 3.3): code = value * 448 / largest of the block. Scales: see LinearWeight."""
     n, k = weight.shape
     rows = -(-n // BLOCK)
     blocks = F.pad(weight.float(), (0, 0, 0, rows * BLOCK - n)).view(rows, BLOCK, k // BLOCK, BLOCK)
     scales = blocks.abs().amax((1, 3)).clamp(min=1e-12) / 448.0
     codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(-1, k)[:n].contiguous()
-    return codes, scales
+    return codes, scale_rows(scales)
+
+
+def scale_rows(scales: Tensor) -> Tensor:
+    """[R, C] f32, its rows a multiple of 16 bytes apart, as copies need it."""
+    rows, columns = scales.shape
+    apart = scales.new_zeros(rows, -(-columns // 4) * 4)[:, :columns]
+    return apart.copy_(scales)
 
 
 def dequantized(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -116,11 +125,11 @@ def dequantized(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Te
     return (weight.float() * wide).to(dtype)
 
 
-def most_rows(ks: Sequence[int], arch: str, tiling: LinearTiling = LINEAR_TILING) -> int:
+def most_rows(ks: Sequence[int], arch: str, *, fp8: bool) -> int:
     """Rows of a call, so that those of each of these K, normed, fit into shared memory: 0 to 8."""
     for rows in range(MAX_ROWS, 0, -1):
         try:
-            shared_plan(rows, [(k, True) for k in ks], arch, tiling)
+            shared_plan(rows, [(k, True) for k in ks], arch, linear_tiling(fp8=fp8))
         except ArgumentError:
             continue
         return rows
@@ -224,7 +233,7 @@ class LinearChain:
         arrived: Tensor,
         max_rows: int = MAX_ROWS,
         *,
-        tiling: LinearTiling = LINEAR_TILING,
+        tiling: LinearTiling | None = None,
         arch: str | None = None,
     ) -> None:
         """dtype: of x and the results, bf16 (or f16 without FP8). arrived: i32 [1], zero before the first call; chains
@@ -254,6 +263,7 @@ class LinearChain:
                 "this does not count arrivals", f"{arrived.dtype} on {arrived.device}", "i32 [1]", "make it so"
             )
         self._arrived = arrived  # keeps it alive
+        tiling = tiling or linear_tiling(fp8=True in fp8)
         self.tiling, self.arch = tiling, arch or loader.arch_of(self.device)
         self.cell = linear_cell(ROW_TYPES[dtype], fp8=True in fp8, tiling=tiling)
         self.arguments = LinearArgs(arrived=arrived.data_ptr(), num_products=len(links))
@@ -262,6 +272,7 @@ class LinearChain:
             to.n, to.k, to.kind, to.eps = linear.width, linear.weight.shape[1], link.kind, link.eps
             to.weight = linear.weight.data_ptr()
             to.norm = None if link.norm is None else link.norm.data_ptr()
+            to.scale_stride = 0 if linear.scales is None else linear.scales.stride(0)
             for name in ("scales", "bias"):
                 value = getattr(linear, name)
                 setattr(to, name, None if value is None else value.data_ptr())
@@ -296,6 +307,7 @@ class LinearChain:
         arguments.rows = rows
         arguments.stages, arguments.x_bytes, _ = self.plans[rows]
         arguments.in_flight = min(self.tiling.in_flight, arguments.stages)
+        arguments.turned = self.tiling.turned
 
     def _set_product(self, to: ProductArgs, call: LinkCall, link: Link, rows: int) -> None:
         if call.residual is not None and link.kind != PLAIN:
@@ -357,7 +369,8 @@ def _check_weight(link: Link, dtype: torch.dtype, max_rows: int) -> None:
     multiple = 32 if scales is None else BLOCK
     fits = weight.dtype in kinds and dtype in ROW_TYPES and weight.is_contiguous() and k % multiple == 0
     if scales is not None:
-        fits = fits and dtype == torch.bfloat16 and scales.dtype == torch.float32 and scales.is_contiguous()
+        fits = fits and dtype == torch.bfloat16 and scales.dtype == torch.float32 and scales.stride(1) == 1
+        fits = fits and scales.stride(0) % 4 == 0 and scales.data_ptr() % _ALIGNMENT == 0
         fits = fits and scales.shape == (-(-n // BLOCK), k // BLOCK) and (not linear.gated or n // 2 % BLOCK == 0)
     if not fits or weight.data_ptr() % _ALIGNMENT or not 1 <= max_rows <= MAX_ROWS:
         raise _error(

@@ -15,14 +15,15 @@ STEP_KERNELS = ("begin", "embed", "norm", "rope", "swiglu")
 class LinearTiling(NamedTuple):
     """warps: that share a stage's values of k. producers: warps that start copies. row_bytes: of a stage, of each of
     its 16 weight rows. bulk: by bulk copies, where the arch has them. in_flight: stages under way at most.
-    max_stages: of the ring; fewer where shared memory ends before."""
+    max_stages: of the ring; fewer where shared memory ends before. turned: tiles begin at places of k of their own."""
 
     warps: int = 8
     producers: int = 4
-    row_bytes: int = 2048
+    row_bytes: int = 1024
     bulk: bool = True
     in_flight: int = 16
-    max_stages: int = 16
+    max_stages: int = 32
+    turned: bool = False
 
     @property
     def threads(self) -> int:
@@ -30,7 +31,9 @@ class LinearTiling(NamedTuple):
         return 32 * (self.warps + self.producers + 1)
 
 
-LINEAR_TILING = LinearTiling()
+def linear_tiling(*, fp8: bool) -> LinearTiling:
+    """What an H200 was fastest with. Few stages under way: what lies between two products reads memory behind them."""
+    return LinearTiling(8, 2, 2048, in_flight=2) if fp8 else LinearTiling(8, 4, 1024, in_flight=3)
 
 
 def linear_shared_bytes(stages: int, x_bytes: int, tiling: LinearTiling) -> int:
@@ -39,10 +42,12 @@ def linear_shared_bytes(stages: int, x_bytes: int, tiling: LinearTiling) -> int:
     return stages * 16 * (tiling.row_bytes + 64) + x_bytes + sums + 8 * (5 + 4 + 2 * stages)
 
 
-def linear_cell(row_type: str, *, fp8: bool, tiling: LinearTiling = LINEAR_TILING) -> Cell:
+def linear_cell(row_type: str, *, fp8: bool, tiling: LinearTiling | None = None) -> Cell:
     """x W^T of up to eight rows (csrc/linear_few.cuh). fp8: weights are e4m3 with a scale a block of 128 x 128."""
+    own_tiling = linear_tiling(fp8=fp8)
+    tiling = tiling or own_tiling
     cut = f"w{tiling.warps}p{tiling.producers}b{tiling.row_bytes}{'' if tiling.bulk else 'l'}"
-    own = [cut] if tiling[:4] != LINEAR_TILING[:4] else []
+    own = [cut] if tiling[:4] != own_tiling[:4] else []
     variant = "-".join([row_type, *(["fp8"] if fp8 else []), *own])
     kernel = f"linear_{variant.replace('-', '_')}"
     defines = {

@@ -60,7 +60,8 @@ class DecodeLayers:
         self.reaches: tuple[int, ...] = (state.max_tokens,)
         c, rows, like = network.config, state.max_rows, network.embed
         self._network, self._state = network, state
-        self._few_rows = few_rows and min(few_rows, most_rows([c.hidden], loader.arch_of(like.device)))
+        fp8 = isinstance(network.layers[0].qkv, BlockWeight)
+        self._few_rows = few_rows and min(few_rows, most_rows([c.hidden], loader.arch_of(like.device), fp8=fp8))
         self._kernels = StepKernels(like.dtype, like.device)
         self._sample = SampleKernel(like.dtype, like.device)
         self._views = [(kv.view(i, "k"), kv.view(i, "v")) for i in range(c.num_layers)]

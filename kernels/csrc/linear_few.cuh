@@ -6,7 +6,8 @@
 //   GATED      weight holds gate [n][k] and, behind it, up [n][k]; out = T(T(silu(T(gate))) * T(up))
 //   ROTARY     rows are heads: queries, keys, values. Queries and keys are rotated, queries go to out, keys and values
 //              where the newest token's go (RopeArgs; no norms, dim a multiple of 16). No residual.
-//   FP8        weights are e4m3 and scales f32 [weight rows / 128][k / 128] belong to blocks of 128 x 128
+//   FP8        weights are e4m3 and scales f32 [weight rows / 128][k / 128] belong to blocks of 128 x 128; their rows are
+//              scale_stride apart, a multiple of 4, and may be read to the end of four
 //   residual may be out itself.
 //
 // A CTA takes tiles of 16 weight rows in turn: two halves of 8, which lie side by side but for gate and the same rows of up,
@@ -42,7 +43,7 @@ struct LinearProduct {
     const void* residual;
     const void* norm;
     void* out;
-    int64_t x_stride, residual_stride, out_stride; // elements
+    int64_t x_stride, residual_stride, out_stride, scale_stride; // elements
     int32_t n, k, kind;
     float eps;
 };
@@ -54,6 +55,7 @@ struct LinearArgs {
     int32_t num_products, rows;
     int32_t stages, x_bytes; // of shared memory: linear_shared_bytes
     int32_t in_flight;       // stages under way at most, 1 to `stages`
+    int32_t turned;          // 1: tiles begin at places of k of their own, so that not all CTAs read rows at the same one
 };
 
 // Four e4m3 codes to two registers of bf16 halves, codes (0, 2) and (1, 3), exactly, times 2^-120: sign and the 7 bits of
@@ -83,6 +85,7 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
     static constexpr int kPieceBytes = FP8 ? 128 : 64;                     // of x
     static constexpr int kParts = FP8 ? 2 : 1;                             // of a lane's x: 16 bytes each
     static constexpr int kXBatch = 8, kNormAhead = 2;                      // loads of 16 bytes a thread under way
+    static_assert(ROW_BYTES / 128 * 4 <= kLinearPad); // scales of a stage's row
     static_assert(kPieces % WARPS == 0 && ROW_BYTES % 128 == 0 && kLinearRows % PRODUCERS == 0);
 
     const LinearArgs& args;
@@ -155,6 +158,11 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
     static __device__ __forceinline__ int chunk_bytes(const LinearProduct& product, int chunk) {
         return min(ROW_BYTES, product.k * kWeightBytes - chunk * ROW_BYTES);
     }
+    // The chunk that a tile's i-th is.
+    __device__ __forceinline__ int chunk_of(int i, int tile, int chunks) const {
+        const int chunk = i + (args.turned ? tile % chunks : 0);
+        return chunk >= chunks ? chunk - chunks : chunk;
+    }
     static __device__ __forceinline__ int x_pitch(const LinearProduct& product) { return product.k * 2 + kLinearPad; }
 
     // ---- the producer warps: each has some rows of every stage, for starting a copy takes its time
@@ -171,24 +179,32 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
             const int tiles = num_tiles(product), chunks = num_chunks(product);
             const int64_t row_bytes = static_cast<int64_t>(product.k) * kWeightBytes;
             for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
-                for (int chunk = 0; chunk < chunks; chunk++) {
+                for (int i = 0; i < chunks; i++) {
+                    const int chunk = chunk_of(i, tile, chunks);
                     const uint32_t bytes = static_cast<uint32_t>(chunk_bytes(product, chunk)), full = stage_full(ring.stage);
                     if (started++ >= args.in_flight) {
                         mbarrier_wait(stage_full(behind.stage), behind.parity);
                         behind.next(args.stages);
                     }
                     mbarrier_wait(stage_empty(ring.stage), ring.parity ^ 1);
-                    stage_begin(full, kRows * bytes);
+                    // The scales of a half lie behind its first row.
+                    const uint32_t scale_bytes = FP8 ? (bytes / 128 + 3) / 4 * 16 : 0;
+                    const int halves = PRODUCERS == 1 ? 2 : kRows * producer % 8 == 0 ? 1 : 0;
+                    stage_begin(full, kRows * bytes + halves * scale_bytes);
 #pragma unroll
                     for (int first = 0; first < kRows; first += kTogether) {
                         const int r = kRows * producer + first; // of the tile
                         const int end = half_end(product, r / 8);
                         int row = half_row(product, tile, r / 8) + r % 8;
                         uint32_t to = base + ring.stage * kStageBytes + r * kPitch;
+                        if constexpr (FP8)
+                            if (r % 8 == 0)
+                                stage_copy(to + ROW_BYTES, product.scales + row / 128 * product.scale_stride + chunk * (ROW_BYTES / 128),
+                                           scale_bytes, full, stream);
                         // Rows behind the last are that one again: computed and dropped.
                         const uint8_t* from = static_cast<const uint8_t*>(product.weight) + min(row, end - 1) * row_bytes + chunk * ROW_BYTES;
 #pragma unroll
-                        for (int i = 0; i < kTogether; i++, row++, to += kPitch) {
+                        for (int each = 0; each < kTogether; each++, row++, to += kPitch) {
                             stage_copy(to, from, bytes, full, stream);
                             if (row < end - 1) from += row_bytes;
                         }
@@ -294,24 +310,6 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
         meet_consumers(parity);
     }
 
-    // Scales of the lane's rows g and g + 8 in this warp's pieces of a stage; the blocks of all rows of a half tile are one.
-    struct Scales {
-        float of[kOwn][2];
-    };
-    __device__ __forceinline__ void load_scales(const LinearProduct& product, int tile, int chunk, Scales& to) const {
-        const int64_t blocks = product.k / 128;
-        const int first = half_row(product, tile, 0), second = half_row(product, tile, 1);
-        const int pieces = chunk_bytes(product, chunk) / 64;
-#pragma unroll
-        for (int j = 0; j < kOwn; j++) {
-            const int i = warp + WARPS * j;
-            if (i >= pieces) continue;
-            const int64_t block = (chunk * kPieces + i) / 2;
-            to.of[j][0] = __ldg(product.scales + first / 128 * blocks + block);
-            to.of[j][1] = __ldg(product.scales + second / 128 * blocks + block);
-        }
-    }
-
     // sum += w x, of one piece; w as it lies in memory, [row g, row g + 8].
     static __device__ __forceinline__ void multiply_piece(float (&sum)[4], const uint4 (&w)[2], const Operand& x) {
         if constexpr (FP8) {
@@ -355,24 +353,18 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
         // Column g of a product is row g of x; columns behind the last row are that one again: they are dropped.
         const uint32_t x_row = base + x_at() + min(g, args.rows - 1) * x_pitch(product) + 16 * kParts * t;
         const uint32_t own = base + g * kPitch + 64 * warp + 16 * t;
-        Scales scales = {}, next_scales = {};
         Operand next_x[kOwn] = {};
-        load_direct<DIRECT>(product, 0, next_x);
-        if constexpr (FP8) load_scales(product, static_cast<int>(blockIdx.x), 0, next_scales);
+        load_direct<DIRECT>(product, chunk_of(0, static_cast<int>(blockIdx.x), chunks), next_x);
         for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
             float sum[4] = {};
-            for (int chunk = 0; chunk < chunks; chunk++) {
-                const int pieces = chunk_bytes(product, chunk) / 64, next_chunk = chunk + 1 == chunks ? 0 : chunk + 1;
+            for (int turn = 0; turn < chunks; turn++) {
+                const int chunk = chunk_of(turn, tile, chunks), pieces = chunk_bytes(product, chunk) / 64;
                 Operand x[kOwn];
-                if constexpr (FP8) {
-                    scales = next_scales;
-                    const int next_tile = tile + (next_chunk == 0 ? static_cast<int>(gridDim.x) : 0);
-                    if (next_tile < tiles) load_scales(product, next_tile, next_chunk, next_scales);
-                }
                 if constexpr (DIRECT) {
 #pragma unroll
                     for (int j = 0; j < kOwn; j++) x[j] = next_x[j];
-                    load_direct<DIRECT>(product, next_chunk, next_x);
+                    const int next = turn + 1 < chunks ? tile : tile + static_cast<int>(gridDim.x);
+                    load_direct<DIRECT>(product, chunk_of(turn + 1 < chunks ? turn + 1 : 0, next, chunks), next_x);
                 }
                 mbarrier_wait(stage_full(ring.stage), ring.parity);
                 const uint32_t stage = own + ring.stage * kStageBytes;
@@ -387,10 +379,14 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
                         else x[j].part[part] = load_shared_16(x_row + (chunk * kPieces + i) * kPieceBytes + 16 * part);
                     }
                     if constexpr (FP8) {
+                        const uint8_t* behind = shared + ring.stage * kStageBytes + ROW_BYTES + i / 2 * 4;
                         float piece[4] = {};
                         multiply_piece(piece, w, x[j]);
 #pragma unroll
-                        for (int c = 0; c < 4; c++) sum[c] += scales.of[j][c / 2] * kUnscale * piece[c];
+                        for (int half = 0; half < 2; half++) { // rows g and g + 8
+                            const float scale = *reinterpret_cast<const float*>(behind + half * 8 * kPitch) * kUnscale;
+                            sum[2 * half] += scale * piece[2 * half], sum[2 * half + 1] += scale * piece[2 * half + 1];
+                        }
                     } else {
                         multiply_piece(sum, w, x[j]);
                     }

@@ -1,11 +1,13 @@
 """Chains of products of few rows on a GPU: right first, then decode steps of Llama-3-8B's geometry, random weights.
 
     python3 -m tests.bench.bench_few_rows --records FILE --commit SHA
-    python3 -m tests.bench.bench_few_rows --only check                     parts: check, tilings, steps
+    python3 -m tests.bench.bench_few_rows --only check                     parts: tilings, check, steps, small
+    compute-sanitizer --tool racecheck python3 -m tests.bench.bench_few_rows --only small
 
 check: every shape, 1 to 8 rows, bf16 and FP8, against float32 products; a row's bits beside other rows; chains against
 their products one by one, many times. tilings: a captured step of one row for each way to cut the kernel: the whole
-step, its chains alone, and what lies between them alone. steps: cases of few rows, by own products and by cuBLAS.
+step, its chains alone, and what lies between them alone; what is checked and timed behind it is cut in the fastest way.
+steps: cases of few rows, by own products and by cuBLAS. small: chains of a small model, for compute-sanitizer.
 
 Every case is one JSON line; exit status: 0 all passed, 1 a case failed, 2 this machine cannot.
 """
@@ -18,7 +20,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,10 @@ from kernels import loader
 from kernels.cubins import build, default_folder
 from kernels.decode_cells import DecodeShape, decode_cell
 from kernels.linear_cuda import LinearChain
-from kernels.step_cells import LINEAR_TILING, LinearTiling, linear_cell, sample_cell, step_cell
+from kernels.step_cells import LinearTiling, linear_cell, linear_tiling, sample_cell, step_cell
 from tests.bench import bench_engine_gpu, engine_gpu_linear, engine_gpu_steady
 from tests.bench.bench_engine_gpu import Report
-from tests.bench.engine_gpu_model import LLAMA_3_8B, Cache, in_blocks, random_llama
+from tests.bench.engine_gpu_model import LLAMA_3_8B, SMALL, Cache, in_blocks, random_llama
 from tests.bench.engine_gpu_steady import Case
 from worker import decode_layers
 from worker.decode_graphs import DecodeGraphs
@@ -41,22 +44,21 @@ from worker.models.gpu_attention import GpuAttention
 from worker.models.llama import Llama, LlamaConfig
 from worker.sequence import Sampling
 
-PARTS = ("check", "tilings", "steps")
-TILINGS = (
-    LINEAR_TILING,
-    LinearTiling(8, 4, 2048, in_flight=1),
-    LinearTiling(8, 4, 2048, in_flight=2),
-    LinearTiling(8, 4, 2048, in_flight=3),
-    LinearTiling(8, 4, 2048, in_flight=4),
-    LinearTiling(8, 2, 2048),
-    LinearTiling(8, 2, 2048, in_flight=2),
-    LinearTiling(8, 2, 2048, in_flight=3),
-    LinearTiling(8, 4, 1024, in_flight=3),
-    LinearTiling(8, 4, 1024, in_flight=4),
-    LinearTiling(8, 4, 1024, in_flight=6),
-    LinearTiling(8, 4, 2048, bulk=False, in_flight=3),
-    LinearTiling(4, 2, 2048, in_flight=2),
-)
+PARTS = ("tilings", "check", "steps", "small")
+# By whether weights are FP8: producers, bytes of a row, stages under way.
+CUTS = {
+    False: ((4, 1024, (2, 3, 4)), (2, 1024, (3,)), (4, 2048, (2, 16)), (2, 2048, (1, 2, 16)), (4, 512, (5, 6))),
+    True: ((4, 1024, (3,)), (2, 1024, (2, 3, 4)), (2, 2048, (1, 2, 3, 16))),
+}
+TILINGS = {
+    fp8: [
+        LinearTiling(8, producers, row_bytes, in_flight=in_flight, turned=turned)
+        for producers, row_bytes, all_in_flight in cuts
+        for in_flight in all_in_flight
+        for turned in (False, True)
+    ]
+    for fp8, cuts in CUTS.items()
+}
 REPLAYS, TURNS = 12, 3
 STEPS = (
     Case("b1-128", 1, 128),
@@ -71,12 +73,14 @@ STEPS = (
     Case("b8-4k", 8, 4096, steps=64),
     Case("b8-4k-cublas", 8, 4096, few_rows=0, steps=64),
     Case("b8-4k-fp8", 8, 4096, fp8=True, steps=64),
+    Case("b64-4k", 64, 4096, steps=64),
+    Case("b64-4k-tq4", 64, 4096, "tq4", steps=64),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, in this order; commas between")
+    parser.add_argument("--only", default=",".join(PARTS[:3]), help="parts, in this order; commas between")
     parser.add_argument("--cases", default="", help="of steps; commas between")
     parser.add_argument("--seconds", type=float, default=120.0, help="no case begins after so long")
     parser.add_argument("--out", type=Path, help="file for a JSON line a case")
@@ -94,19 +98,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts["command"] = facts["command"].replace("bench_engine_gpu", "bench_few_rows")
     report.say(facts)
     parts = options.only.split(",")
+    if parts == ["small"]:
+        for fp8 in (False, True):
+            config = LlamaConfig.parse(SMALL)
+            report.run("small", f"fp8 {fp8}", partial(engine_gpu_linear.check_chain, config, device, fp8=fp8, turns=8))
+        return 0 if all(line["ok"] for line in report.lines) else 1
     report.run("build", "cells", lambda: _build(device))
     read = float(report.run("machine", "ceilings", lambda: bench_engine_gpu._ceilings(device)).get("read", 4.2e12))
+    with torch.inference_mode():
+        network = random_llama(dict(LLAMA_3_8B), device, 5000)
+    chosen = {fp8: linear_tiling(fp8=fp8) for fp8 in (False, True)}
+    if "tilings" in parts:
+        chosen |= _tilings(report, network, device)
+    facts |= {"tilings": {"fp8" if fp8 else "bf16": str(tiling) for fp8, tiling in chosen.items()}}
+    report.say({"chosen": facts["tilings"]})
     if "check" in parts:
-        _check(report, device)
-    if "tilings" in parts or "steps" in parts:
-        with torch.inference_mode():
-            network = random_llama(dict(LLAMA_3_8B), device, 5000)
-        if "tilings" in parts:
-            _tilings(report, network, device)
-        if "steps" in parts:
-            names = {name for name in options.cases.split(",") if name}
-            for case in STEPS:
-                if not names or case.name in names:
+        _check(report, device, chosen)
+    if "steps" in parts:
+        names = {name for name in options.cases.split(",") if name}
+        for case in STEPS:
+            if not names or case.name in names:
+                with _cut(chosen[case.fp8]):
                     report.run("steady", case.name, partial(engine_gpu_steady.measure, network, case, read, device))
     if options.records:
         records = bench_engine_gpu._records(report.lines, facts, read)
@@ -125,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _build(device: torch.device) -> dict[str, Any]:
     arch = loader.arch_of(device)
-    cells = [linear_cell("bf16", fp8=fp8, tiling=tiling) for tiling in TILINGS for fp8 in (False, True)]
+    cells = [linear_cell("bf16", fp8=fp8, tiling=tiling) for fp8, tilings in TILINGS.items() for tiling in tilings]
     cells += [decode_cell(DecodeShape(128, 32, 8, kind, kind, "bf16"), arch) for kind in ("dense", "tq4")]
     cells += [step_cell("bf16"), sample_cell("bf16")]
     results = build(dict.fromkeys(cells), [arch], default_folder())
@@ -133,30 +145,48 @@ def _build(device: torch.device) -> dict[str, Any]:
     return {"ok": not errors, "compiled": sum(result.compiled for result in results), "errors": errors}
 
 
-def _check(report: Report, device: torch.device) -> None:
+def _check(report: Report, device: torch.device, chosen: dict[bool, LinearTiling]) -> None:
     config = LlamaConfig.parse(LLAMA_3_8B)
     report.run("check", "codes", lambda: engine_gpu_linear.check_codes(device))
-    for fp8 in (False, True):
+    for fp8, tiling in chosen.items():
         kind = "fp8" if fp8 else "bf16"
         for shape in engine_gpu_linear.shapes(config):
-            report.run("check", f"{shape.name}-{kind}", partial(engine_gpu_linear.check, shape, device, fp8=fp8))
-        report.run("check", f"chain-{kind}", partial(engine_gpu_linear.check_chain, config, device, fp8=fp8))
+            call = partial(engine_gpu_linear.check, shape, device, fp8=fp8, tiling=tiling)
+            report.run("check", f"{shape.name}-{kind}", call)
+        report.run(
+            "check", f"chain-{kind}", partial(engine_gpu_linear.check_chain, config, device, fp8=fp8, tiling=tiling)
+        )
 
 
-def _tilings(report: Report, network: Llama, device: torch.device) -> None:
-    for fp8 in (False, True):
+def _tilings(report: Report, network: Llama, device: torch.device) -> dict[bool, LinearTiling]:
+    """The fastest, by whether weights are FP8."""
+    best: dict[bool, LinearTiling] = {}
+    for fp8, tilings in TILINGS.items():
         if fp8:
             network = in_blocks(network)
-        for tiling in TILINGS:
-            kind, copies = "fp8" if fp8 else "bf16", "bulk" if tiling.bulk else "lane"
-            name = f"{kind}-w{tiling.warps}-p{tiling.producers}-b{tiling.row_bytes}-{copies}-f{tiling.in_flight}"
-            report.run("tilings", name, partial(_one_tiling, network, tiling, fp8, device))
+        least = float("inf")
+        for tiling in tilings:
+            kind, turned = "fp8" if fp8 else "bf16", "-turned" if tiling.turned else ""
+            name = f"{kind}-p{tiling.producers}-b{tiling.row_bytes}-f{tiling.in_flight}{turned}"
+            line = report.run("tilings", name, partial(_one_tiling, network, tiling, fp8, device))
+            if line["ok"] and line["step_ms"] < least:
+                least, best[fp8] = line["step_ms"], tiling
+    return best
+
+
+@contextmanager
+def _cut(tiling: LinearTiling) -> Iterator[None]:
+    """Decode steps that are made meanwhile have their chains cut so."""
+    setattr(decode_layers, "LinearChain", partial(LinearChain, tiling=tiling))  # noqa: B010 - mypy
+    try:
+        yield
+    finally:
+        setattr(decode_layers, "LinearChain", LinearChain)  # noqa: B010
 
 
 def _one_tiling(network: Llama, tiling: LinearTiling, fp8: bool, device: torch.device) -> dict[str, Any]:
     """Milliseconds of a step of one row with 128 tokens: whole, chains alone, and what lies between them alone."""
-    setattr(decode_layers, "LinearChain", partial(LinearChain, tiling=tiling))  # noqa: B010 - mypy
-    try:
+    with _cut(tiling):
         cache = Cache.make(network.config, "dense", 1, 512, device)
         cache.fill()
         heads = network.config.q_heads
@@ -185,9 +215,7 @@ def _one_tiling(network: Llama, tiling: LinearTiling, fp8: bool, device: torch.d
             chains = _milliseconds(_captured(partial(_chains, layers, True)))
             between = _milliseconds(_captured(partial(_chains, layers, False)))
         plan = layers._chains[-1].plans[1]
-        edges = _edges(partial(layers.run, 1)) if tiling == LINEAR_TILING and not fp8 else None
-    finally:
-        setattr(decode_layers, "LinearChain", LinearChain)  # noqa: B010
+        edges = _edges(partial(layers.run, 1)) if tiling == linear_tiling(fp8=False) and not fp8 else None
     return {
         "ok": tokens[0] >= 0,
         "step_ms": step[0],

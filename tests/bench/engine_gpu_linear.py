@@ -10,9 +10,18 @@ from typing import Any
 
 import torch
 
-from kernels.linear_cuda import LinearChain, LinearWeight, Link, LinkCall, dequantized, linear_few, quantized
+from kernels.linear_cuda import (
+    LinearChain,
+    LinearWeight,
+    Link,
+    LinkCall,
+    dequantized,
+    linear_few,
+    quantized,
+    scale_rows,
+)
 from kernels.sample_cuda import SampleKernel, SampleState
-from kernels.step_cells import LINEAR_TILING, LinearTiling
+from kernels.step_cells import LinearTiling
 from tests.bench.kernel_timing import capture
 
 CALLS = 8  # of one graph, each with weights of its own, more than the second-level cache holds
@@ -49,7 +58,7 @@ def make(shape: Shape, device: torch.device, *, fp8: bool, row_type: torch.dtype
     return LinearWeight(codes, scales, gated=shape.gated)
 
 
-def single(linear: LinearWeight, norm: torch.Tensor | None = None, tiling: LinearTiling = LINEAR_TILING) -> LinearChain:
+def single(linear: LinearWeight, norm: torch.Tensor | None = None, tiling: LinearTiling | None = None) -> LinearChain:
     device = linear.weight.device
     arrived = torch.zeros(1, dtype=torch.int32, device=device)
     return LinearChain([Link(linear, norm, EPS)], torch.bfloat16, arrived, tiling=tiling)
@@ -61,7 +70,7 @@ def check(
     *,
     fp8: bool,
     rows: Sequence[int] = tuple(range(1, 9)),
-    tiling: LinearTiling = LINEAR_TILING,
+    tiling: LinearTiling | None = None,
 ) -> dict[str, Any]:
     """Relative errors of rows against products in float32 of the weights as they are; and whether a row alone has the
     bits that it has among others."""
@@ -85,7 +94,9 @@ def check(
     return {"ok": good and alike, "errors": errors, "rows_alone_alike": alike, "ctas": chain.ctas, "plans": chain.plans}
 
 
-def check_chain(config: Any, device: torch.device, *, fp8: bool, turns: int = 40) -> dict[str, Any]:
+def check_chain(
+    config: Any, device: torch.device, *, fp8: bool, turns: int = 40, tiling: LinearTiling | None = None
+) -> dict[str, Any]:
     """A layer's four products in one launch, against the same four one by one: bits; again and again, for races."""
     by_name = {shape.name: shape for shape in shapes(config)}
     links = []
@@ -93,8 +104,8 @@ def check_chain(config: Any, device: torch.device, *, fp8: bool, turns: int = 40
         shape = by_name[name]
         norm = torch.empty(shape.k, dtype=torch.bfloat16, device=device).normal_(1.0, 0.1)
         links.append(Link(make(shape, device, fp8=fp8), None if shape.residual else norm, EPS))
-    chain = LinearChain(links, torch.bfloat16, torch.zeros(1, dtype=torch.int32, device=device))
-    parts = [single(link.linear, link.norm) for link in links]
+    chain = LinearChain(links, torch.bfloat16, torch.zeros(1, dtype=torch.int32, device=device), tiling=tiling)
+    parts = [single(link.linear, link.norm, tiling) for link in links]
     wrong: dict[str, int] = {}
     for turn in range(turns):
         rows = 1 + turn % 8
@@ -144,7 +155,7 @@ def check_codes(device: torch.device) -> dict[str, Any]:
     codes = torch.arange(256, dtype=torch.uint8)
     codes[codes & 0x7F == 0x7F] = 0
     weight = codes.view(torch.float8_e4m3fn).repeat(128, 1).to(device)
-    chain = single(LinearWeight(weight, torch.full((1, 2), 2.0, device=device)))
+    chain = single(LinearWeight(weight, scale_rows(torch.full((1, 2), 2.0, device=device))))
     wrong = []
     for first in range(0, 256, 8):
         x = torch.zeros(8, 256, dtype=torch.bfloat16, device=device)
@@ -177,7 +188,7 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
 
 
 def measure(
-    shape: Shape, device: torch.device, rows: int, kind: str, tiling: LinearTiling = LINEAR_TILING
+    shape: Shape, device: torch.device, rows: int, kind: str, tiling: LinearTiling | None = None
 ) -> dict[str, Any]:
     """kind: "ours", "ours fp8", "cublas" (the product alone), "scaled_mm" (FP8 blocks by torch)."""
     calls: list[Callable[[], object]] = []
