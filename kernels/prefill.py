@@ -1,10 +1,11 @@
 """Attention of a prompt chunk over its sequence's pages, its dense tail and the chunk itself.
 
-Pages are unpacked block by block into a workspace of bounded size and read by a dense kernel; the blocks' results are
-merged by their log-sum-exp (Dao et al. 2022, "FlashAttention", section 3.1), the newest rows and the chunk itself being
-the last block. On a GPU that kernel is torch's FlashAttention for rows of up to 256 without softcap: it takes windows,
-and query heads that share a kv head without copies. Everything else, and the CPU, is a blocked matrix product.
-Blocks are cut by the sequence's own numbers, so its result does not depend on what else is computed.
+Pages are unpacked, or gathered where they are dense, block by block into a workspace of bounded size and read by a
+dense kernel; the blocks' results are merged by their log-sum-exp (Dao et al. 2022, "FlashAttention", section 3.1), the
+newest rows and the chunk itself being the last block. On a GPU that kernel is torch's FlashAttention for rows of up to
+256 without softcap: it takes windows, and query heads that share a kv head without copies. Everything else, and the
+CPU, is a blocked matrix product. Blocks are cut by the sequence's own numbers, so its result does not depend on what
+else is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kernels.page_codec import unpack_pages
 from kernels.page_layout import Region, RegionPlanes
 from kernels.pages_cuda import RegionRows, page_group, restore_pages
 
-BLOCK_PAGES = 64  # 8,192 tokens are unpacked and read together
+BLOCK_PAGES = 256  # 32,768 tokens are unpacked and read together: more would cost memory, fewer launches
 PAGE_TOKENS = 128
 FLASH_DIM = 256  # the widest rows that torch's kernel takes
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -45,11 +46,19 @@ class History(NamedTuple):
     """Packed tokens [0, base) of a sequence.
 
     values None: the keys are the values too. page_ids: int64 [>= base / 128] on any device, from token 0 on; entries
-    of pages wholly below the window are not read.
+    of pages wholly below the window are not read. Where the pages are on a GPU they should be there, too: a copy would
+    wait for it.
     """
 
     keys: PackedRegion
     values: PackedRegion | None
+    page_ids: Tensor
+    base: int
+
+
+class DenseHistory(NamedTuple):
+    """As `History`, of tokens in dense pages that fill them: a multiple of 128."""
+
     page_ids: Tensor
     base: int
 
@@ -91,7 +100,7 @@ def attend_chunk(
     *,
     first_position: int,
     first_row: int,
-    history: History | None,
+    history: History | DenseHistory | None,
     options: PrefillOptions,
     workspace: Workspace,
     restore: Restore | None = None,
@@ -104,7 +113,8 @@ def attend_chunk(
         k, v: [first_position + T - first_row, kv_heads, dim] of q's dtype: rows first_row.. of the sequence, the dense
             tail and behind it the chunk itself. first_row is the history's base, or above it if below the window; 0
             without history. Shared K and V: twice the same tensor.
-        restore: what unpacks the history's pages: on a GPU the layer's `KernelRestore`; by default `CodecRestore`.
+        restore: what brings the history's pages: on a GPU the layer's `KernelRestore`, of dense ones `GatherRestore`;
+            by default `CodecRestore`.
 
     Returns [T, q_heads, dim] of q's dtype, new. Raises ArgumentError; what restore raises.
     """
@@ -114,8 +124,10 @@ def attend_chunk(
     attend = _flash if _has_flash(q, options) else _products
     if history is not None:
         seen_from = max(0, first_position - window + 1) if window else 0
-        unpack = restore or CodecRestore(history.keys, history.values, workspace)
-        for rows, first in _blocks(history, seen_from, unpack):
+        if restore is None:
+            assert isinstance(history, History)
+            restore = CodecRestore(history.keys, history.values, workspace)
+        for rows, first in _blocks(history, seen_from, restore):
             count = q.shape[0]
             if window:  # queries whose window begins behind the block see nothing of it
                 count = min(count, first + rows[0].shape[0] - first_position + window - 1)
@@ -124,7 +136,9 @@ def attend_chunk(
     return state.result(options.sinks)
 
 
-def _blocks(history: History, seen_from: int, restore: Restore) -> Iterator[tuple[tuple[Tensor, Tensor], int]]:
+def _blocks(
+    history: History | DenseHistory, seen_from: int, restore: Restore
+) -> Iterator[tuple[tuple[Tensor, Tensor], int]]:
     """Rows [n, kv_heads, dim] of keys and values and their first token; blocks lie on multiples of BLOCK_PAGES."""
     num_pages, page = history.base // PAGE_TOKENS, seen_from // PAGE_TOKENS
     while page < num_pages:
@@ -159,6 +173,21 @@ class CodecRestore:
             out.copy_(unpack_pages(page_ids.to(planes.heads.device), planes, codec, out.dtype))
             rows.append(out.flatten(0, 1))
         return rows[0], rows[-1]
+
+
+class GatherRestore:
+    """Of dense pages [num_pages, 128, kv_heads, dim], by index."""
+
+    def __init__(self, keys: Tensor, values: Tensor, workspace: Workspace) -> None:
+        self._sides, self._workspace = (keys, values), workspace
+
+    def __call__(self, page_ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = []
+        for side, pages in enumerate(self._sides):
+            out = self._workspace.block(side, len(page_ids), *pages.shape[2:])
+            torch.index_select(pages, 0, page_ids.to(pages.device), out=out)
+            rows.append(out.flatten(0, 1))
+        return rows[0], rows[1]
 
 
 class KernelRestore:
@@ -291,17 +320,37 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Merged:
-    """The blocks so far: largest log-sum-exp, sum of weights relative to it, weighted output, all f32."""
+    """The blocks so far: largest log-sum-exp, sum of weights relative to it, weighted output, all f32.
+
+    One block of all queries is kept as it is: it is the result where no other comes.
+    """
 
     def __init__(self, q: Tensor) -> None:
-        self._dtype = q.dtype
-        self._top = torch.full(q.shape[:2], _LOWEST, device=q.device)
-        self._total = torch.zeros(q.shape[:2], device=q.device)
-        self._out = torch.zeros(q.shape, device=q.device)
+        self._q = q
+        self._only: tuple[Tensor, Tensor] | None = None
+        self._top: Tensor | None = None
+
+    def _begin(self) -> None:
+        q = self._q
+        if self._only is not None:
+            out, self._top = self._only[0], self._only[1].clone()
+            self._total = torch.ones(q.shape[:2], device=q.device)
+            self._out = out.to(torch.float32, copy=True)
+            self._only = None
+        else:
+            self._top = torch.full(q.shape[:2], _LOWEST, device=q.device)
+            self._total = torch.zeros(q.shape[:2], device=q.device)
+            self._out = torch.zeros(q.shape, device=q.device)
 
     def add(self, part: tuple[Tensor, Tensor]) -> None:
         """A block's result for the first queries."""
         out, lse = part
+        if self._top is None and self._only is None and out.shape[0] == self._q.shape[0]:
+            self._only = part
+            return
+        if self._top is None:
+            self._begin()
+        assert self._top is not None
         top, total, so_far = (x[: out.shape[0]] for x in (self._top, self._total, self._out))
         new_top = torch.maximum(top, lse)  # finite: it starts at the lowest float
         kept, weight = (top - new_top).exp_(), (lse - new_top).exp_()
@@ -310,6 +359,11 @@ class _Merged:
         so_far.mul_(kept.unsqueeze(-1)).addcmul_(out.to(torch.float32), weight.unsqueeze(-1))
 
     def result(self, sinks: Tensor | None) -> Tensor:
+        if self._only is not None and sinks is None:
+            return self._only[0].to(self._q.dtype)
+        if self._top is None:
+            self._begin()
+        assert self._top is not None
         if sinks is not None:
             top = torch.maximum(self._top, sinks).clamp_(
                 _LOWEST, -_LOWEST
@@ -317,7 +371,7 @@ class _Merged:
             kept = (self._top - top).exp_()
             self._total.mul_(kept).add_((sinks - top).exp_())
             self._out.mul_(kept.unsqueeze(-1))
-        return self._out.div_(self._total.clamp_(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)).to(self._dtype)
+        return self._out.div_(self._total.clamp_(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)).to(self._q.dtype)
 
 
 def _check(
@@ -326,7 +380,7 @@ def _check(
     v: Tensor,
     first_position: int,
     first_row: int,
-    history: History | None,
+    history: History | DenseHistory | None,
     options: PrefillOptions,
 ) -> None:
     dims = q.dim() == k.dim() == v.dim() == 3 and q.shape[2] == k.shape[2] and k.shape == v.shape

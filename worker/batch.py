@@ -86,6 +86,8 @@ class Place:
     full_pages: torch.Tensor | None = None
     last_page: int = -1
     last_rows: int = 0
+    on_device: torch.Tensor | None = None
+    """``page_ids`` of a prompt's span on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class PageWrites:
     at: torch.Tensor
 
     def to(self, device: torch.device) -> PageWrites:
-        rows = None if self.rows is None else self.rows.to(device)
-        return PageWrites(rows, self.pages.to(device), self.at.to(device))
+        rows = None if self.rows is None else _sent(self.rows, device)
+        return PageWrites(rows, _sent(self.pages, device), _sent(self.at, device))
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class TailWrites:
         return self._at[ring_rows]
 
     def to(self, device: torch.device) -> TailWrites:
-        return TailWrites(self.rows.to(device), self.slots.to(device), self.positions.to(device))
+        return TailWrites(_sent(self.rows, device), _sent(self.slots, device), _sent(self.positions, device))
 
 
 @dataclass(frozen=True)
@@ -193,10 +195,16 @@ class Batch:
     deterministic: bool = False
 
     def to(self, device: torch.device) -> Batch:
-        """The same step with its tensors on a GPU, and each group's decode rows gathered for one call."""
+        """The same step with its tensors on a GPU, and each group's decode rows gathered for one call. Does not wait
+        for what the GPU has to do before.
+        """
         groups = {
             name: replace(
                 group,
+                places=tuple(
+                    replace(place, on_device=_sent(place.page_ids, device)) if span.num_rows > 1 else place
+                    for span, place in zip(self.spans, group.places, strict=True)
+                ),
                 pages=None if group.pages is None else group.pages.to(device),
                 tails=None if group.tails is None else group.tails.to(device),
                 decode=_decode_rows(self.spans, group.places, device),
@@ -205,12 +213,17 @@ class Batch:
         }
         return replace(
             self,
-            token_ids=self.token_ids.to(device),
-            positions=self.positions.to(device),
-            workspace_rows=self.workspace_rows.to(device),
-            logit_rows=self.logit_rows.to(device),
+            token_ids=_sent(self.token_ids, device),
+            positions=_sent(self.positions, device),
+            workspace_rows=_sent(self.workspace_rows, device),
+            logit_rows=_sent(self.logit_rows, device),
             groups=groups,
         )
+
+
+def _sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device; of a GPU's, nobody waits for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def _decode_rows(spans: Sequence[Span], places: Sequence[Place], device: torch.device) -> DecodeRows | None:
@@ -224,7 +237,7 @@ def _decode_rows(spans: Sequence[Span], places: Sequence[Place], device: torch.d
         table[at, : len(place.page_ids)] = place.page_ids.numpy()
         in_pages = span.start + 1 if place.full_pages is not None else place.base  # dense groups have no tail
         table[at, width:] = (span.first_row, in_pages, span.start + 1, place.tail_slot)
-    on_device = torch.from_numpy(table).to(device)
+    on_device = _sent(torch.from_numpy(table), device)
     rows, bases, num_tokens, tail_slots = on_device[:, width:].t().contiguous()
     has_tail = decode[0][1].tail_slot >= 0
     step = DecodeBatch(on_device[:, :width].contiguous(), bases, num_tokens, tail_slots if has_tail else None)

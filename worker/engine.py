@@ -218,6 +218,7 @@ class Engine:
         finally:
             self._emit, self._spans = emit, spans
             self._counters = Load()
+            self._prefill_time, self._decode_s = PrefillTime(), 0.0  # first steps take longer
             self._publish_load()
         outputs = [output for result in said for output in result.outputs if output.request_id == WARM_UP]
         if not any(output.token_ids for output in outputs):
@@ -440,18 +441,20 @@ class Engine:
                 self._flight = ahead
             self._counters.num_steps += 1
             self._counters.last_step_ns = time.monotonic_ns() - began_ns
-            self._learn(flight.work, (time.monotonic_ns() - began_ns) / 1e9, steady or not self._config.decode_graphs)
+            self._learn(flight, (time.monotonic_ns() - began_ns) / 1e9, steady or not self._config.decode_graphs)
         self._in_step = []
         self._publish()
 
-    def _learn(self, work: list[Work], seconds: float, whole: bool) -> None:
+    def _learn(self, flight: _Flight, seconds: float, whole: bool) -> None:
         """From how long a step took. ``whole``: the time is all that it took, if it decoded alone."""
-        chunks = [(w.start, w.count) for w in work if w.count > 1 + w.num_drafts]
-        decoded = len(chunks) < len(work)
-        if decoded and not chunks and whole:
-            self._decode_s += DECODE_SHARE * (seconds - self._decode_s) if self._decode_s else seconds
-        elif chunks and (self._decode_s or not decoded):
-            self._prefill_time.observe(chunks, seconds - decoded * self._decode_s)
+        chunks = [(w.start, w.count) for w in flight.work if w.count > 1 + w.num_drafts]
+        decoded = len(chunks) < len(flight.work)
+        captured_s = flight.begun.captured_s if isinstance(flight.begun, Step) else 0.0
+        if decoded and (captured_s or (whole and not chunks)):
+            alone_s = captured_s or seconds
+            self._decode_s += DECODE_SHARE * (alone_s - self._decode_s) if self._decode_s else alone_s
+        if chunks and (self._decode_s or not decoded):
+            self._prefill_time.observe(chunks, seconds - decoded * (captured_s or self._decode_s))
 
     def _time_budget(self) -> TimeBudget | None:
         budget_s = self._config.step_time_budget_ms / 1e3

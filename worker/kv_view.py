@@ -277,7 +277,7 @@ class KvView:
     ) -> torch.Tensor:
         per_page = view.region.rows_per_page
         page_ids = place.page_ids[begin // per_page : -(-end // per_page)]
-        _demand_held(view, page_ids, begin // per_page)
+        demand_held(view, page_ids, begin // per_page)
         rows = unpack_pages(page_ids, packed.planes, packed.codec, view.dtype).flatten(0, 1)
         skip = begin % per_page
         self.counters.rows_dequantised[reason] += end - begin
@@ -348,7 +348,7 @@ def _page_rows(view: RegionView, place: Place, begin: int, end: int) -> list[tor
     """Rows [begin, end) of a dense group: a view where they lie in one page, else one copy."""
     assert view.pages is not None
     per_page = view.region.rows_per_page
-    _demand_held(view, place.page_ids[begin // per_page : -(-end // per_page)], begin // per_page)
+    demand_held(view, place.page_ids[begin // per_page : -(-end // per_page)], begin // per_page)
     if begin == end:
         return [view.pages[:0].flatten(0, 1)]
     first, last = begin // per_page, (end - 1) // per_page
@@ -366,7 +366,8 @@ def _wide(rows: torch.Tensor) -> torch.Tensor:
     return rows if any(step % wide for step in steps) else rows.view(torch.complex128)
 
 
-def _demand_held(view: RegionView, page_ids: torch.Tensor, first_page: int) -> None:
+def demand_held(view: RegionView, page_ids: torch.Tensor, first_page: int) -> None:
+    """``page_ids``, in host memory, from page ``first_page`` on. Raises PreconditionFailed: ROWS_FREED."""
     if len(page_ids) and int(page_ids.min()) < 0:
         index = first_page + int((page_ids < 0).nonzero()[0])
         raise PreconditionFailed(

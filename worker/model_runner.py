@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 import torch
@@ -42,6 +44,7 @@ class Step:
         batch: its rows, without those of captured steps. streams: what an MTP block reads of each of them; None of
             models that can have none.
         drawn: what captured steps drew, of the work that wants it.
+        captured_s: what the captured part of a step with others took; 0: there was none, or nothing else.
     """
 
     logits: torch.Tensor
@@ -50,6 +53,7 @@ class Step:
     batch: Batch | None
     streams: torch.Tensor | None = None
     drawn: Mapping[Seq, Drawn] = field(default_factory=dict)
+    captured_s: float = 0.0
 
 
 class ModelRunner:
@@ -142,9 +146,13 @@ class ModelRunner:
         captured = [w for w in work if self._captures(w)]
         rest = [w for w in work if not self._captures(w)] if captured else work
         with _current(self._network.device):
-            number = self._launch(captured) if captured else 0
+            if not captured:
+                return self._compute(work)
+            with Stopwatch(self._network.device) as took:
+                number = self._launch(captured)
             step = self._compute(rest) if rest else Step(torch.empty(0), Workspace(), (), None)
-            return self._join(work, captured, number, step) if captured else step
+            joined = self._join(work, captured, number, step)
+            return replace(joined, captured_s=took.seconds()) if rest else joined
 
     def launches(self, work: Sequence[Work]) -> bool:
         """Whether ``launch`` does all of the work: decode rows alone, whose tokens are drawn on the device."""
@@ -248,6 +256,37 @@ def _capturable(network: Network, kv: KvView, deterministic: bool) -> bool:
     if isinstance(network, Llama):
         return True
     return not deterministic and not any(g.name == COMPRESSED and g.packed for g in kv.geometry.groups)
+
+
+class Stopwatch:
+    """How long a device takes for what is asked of it inside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def __enter__(self) -> Stopwatch:
+        self._mark()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record()
+        self._marks.append(mark)
+
+    def seconds(self) -> float:
+        """Waits until it is done."""
+        began, ended = self._marks
+        if not self._on_gpu:
+            return float(ended - began)
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
 
 
 def _tell_progress(number: int, of: int) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from worker.batch import GRID_TOKENS
 from worker.sequence import Sequence
-from worker.step_time import LEAST_TOKENS, PrefillTime
+from worker.step_time import PrefillTime
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def schedule(
         one_span: at most one span of the grid a sequence and step. Deterministic mode needs it where a group has a
             tail: a step's rows reach the ring after all of its spans, and what a span reads packed follows from where
             the step starts.
-        time_budget: None: there is none. It never goes below LEAST_TOKENS, or a span of the grid.
+        time_budget: None: there is none. It never goes below ``PrefillTime.least_tokens``, or a span of the grid.
     """
     running = list(running)
     work: list[Work] = []
@@ -96,8 +96,9 @@ def schedule(
             remaining = sequence.junction - start
         count = min(remaining, left)
         if time_budget is not None:
-            least = 0 if prefilled else min(count, LEAST_TOKENS)
-            count = max(least, min(count, time_budget.takes.most_tokens(chunks, start, time_budget.seconds)))
+            takes = time_budget.takes
+            least = 0 if prefilled else min(count, takes.least_tokens(start))
+            count = max(least, min(count, takes.most_tokens(chunks, start, time_budget.seconds)))
         if deterministic and count < remaining:
             count = max(0, (start + count) // GRID_TOKENS * GRID_TOKENS - start)
             if count == 0 and not prefilled:

@@ -14,7 +14,8 @@ FORGET = 0.93  # what a step counts after the next one
 RIDGE = 1e-6  # holds what no step has told apart near 0
 SWEEPS = 40  # of coordinate descent over four unknowns
 FIRST_TOKENS = 128  # while nothing is known
-LEAST_TOKENS = 16  # so that a prompt gets further whatever a step costs
+LEAST_TOKENS = 16  # so that a prompt gets further whatever a step costs,
+LEAST_SHARE = 0.25  # and so many that they take this part of what the step costs without them
 _UNITS = (1.0, 1e3, 1e7, 1e5)  # makes the unknowns alike
 
 
@@ -47,6 +48,12 @@ class PrefillTime:
     def seconds(self, chunks: Iterable[tuple[int, int]]) -> float:
         """Of a step with these chunks; 0 while nothing is known."""
         return sum(cost * each for cost, each in zip(self._costs, _features(chunks), strict=True))
+
+    def least_tokens(self, start: int) -> int:
+        """Of a step's only chunk: fewer would be no use, for it is not they that cost."""
+        if not self.num_seen:
+            return LEAST_TOKENS
+        return max(LEAST_TOKENS, self.most_tokens([], start, (1 + LEAST_SHARE) * self.seconds([(start, 0)])))
 
     def most_tokens(self, chunks: list[tuple[int, int]], start: int, seconds: float) -> int:
         """Of a chunk from ``start`` on, beside ``chunks``, so that all of them take at most so long; 0 or more."""

@@ -66,6 +66,7 @@ class Sizes:
     decoding_tokens: int = 4096
     long_prompt: int = 100_000
     calm_steps: int = 160
+    patience_s: float = 40.0
 
 
 GPU = Sizes(LLAMA_3_8B)
@@ -308,8 +309,7 @@ def idle(model: Model, device: str, rows: int, length: int, mode: str, sizes: Si
             graphs.tokens = timed  # type: ignore[method-assign, assignment]
         for i in range(rows):
             driven.submit(f"t{i}", prompt(i, length), sizes.idle_steps + 80)
-        while min(len(driven.tokens(f"t{i}")) for i in range(rows)) < 16:
-            driven.step()
+        filling = fill(driven, rows)
         before = allocations(device)
         steps = driven.engine.load().num_steps
         entered = decode.num_entered if decode is not None else 0
@@ -331,6 +331,7 @@ def idle(model: Model, device: str, rows: int, length: int, mode: str, sizes: Si
             "host_works_ms": round(wall_ms - wait_ms, 4),
             "allocations_a_step": (after - before) / sizes.idle_steps,
             "pages_packed": driven.engine.load().pages_packed,
+            "filling": filling,
         }
         if decode is not None:
             facts["rows_entered"] = decode.num_entered - entered
@@ -340,11 +341,57 @@ def idle(model: Model, device: str, rows: int, length: int, mode: str, sizes: Si
         return facts
 
 
+def fill(driven: Driven, rows: int) -> list[str]:
+    """Steps until all decode; of the first and the last: prompt tokens, decode rows, milliseconds."""
+    said: list[str] = []
+    while min(len(driven.tokens(f"t{i}")) for i in range(rows)) < 16:
+        before = {s.request.request_id: s.num_computed for s in driven.engine._running}
+        began = time.perf_counter()
+        driven.step()
+        took = (time.perf_counter() - began) * 1e3
+        after = {s.request.request_id: s.num_computed for s in driven.engine._running}
+        counts = [count - before.get(name, 0) for name, count in after.items()]
+        if prompts := [count for count in counts if count > 1]:
+            decode_ms = driven.engine._decode_s * 1e3
+            said.append(
+                f"{sum(prompts)} of {len(prompts)} + {len(counts) - len(prompts)}: {took:.1f} ({decode_ms:.1f})"
+            )
+    return [f"{len(said)} steps", *said[:12], "...", *said[-4:]]
+
+
+def one_chunk(driven: Driven) -> dict[str, Any]:
+    """What a step with a chunk spends its time on: kernels and host calls, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        began = time.perf_counter()
+        driven.step()
+        wall_ms = (time.perf_counter() - began) * 1e3
+        torch.cuda.synchronize()
+    averages = profiler.key_averages()
+    kernels = [e for e in averages if "CUDA" in str(e.device_type)]
+    host = [e for e in averages if "CUDA" not in str(e.device_type)]
+    return {
+        "wall_ms": round(wall_ms, 2),
+        "kernels": {
+            e.key[:70]: [e.count, round(e.self_device_time_total / 1e3, 3)]
+            for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:16]
+        },
+        "host": {
+            e.key[:50]: [e.count, round(e.self_cpu_time_total / 1e3, 3)]
+            for e in sorted(host, key=lambda e: -e.self_cpu_time_total)[:18]
+        },
+        "kernel_ms": round(sum(e.self_device_time_total for e in kernels) / 1e3, 2),
+        "num_kernels": sum(e.count for e in kernels),
+    }
+
+
 def bare_replays(graphs: Any, rows: int, count: int = 20) -> float:
     """Milliseconds of a step, launched without looking. Nothing is right behind it."""
     replay = next(each for kind, each in graphs._replays.items() if kind[0] == graphs.bucket_of(rows))
     torch.cuda.synchronize()
-    graphs.state.patches[:, 0] = 0
+    with torch.inference_mode():
+        graphs.state.patches[:, 0] = 0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     replay()
     begin.record()
@@ -368,8 +415,7 @@ def prefill(model: Model, device: str, mode: str, sizes: Sizes) -> dict[str, Any
         facts["alone_ttft_s"] = round(alone_s, 3)
         for i in range(count):
             driven.submit(f"t{i}", prompt(i, sizes.decoding_tokens), 7000)
-        while min(len(driven.tokens(f"t{i}")) for i in range(count)) < 16:
-            driven.step()
+        facts["filling"] = fill(driven, count)
         driven.times.clear()
         driven.step(sizes.calm_steps)
         calm = gaps(driven, count)
@@ -377,15 +423,19 @@ def prefill(model: Model, device: str, mode: str, sizes: Sizes) -> dict[str, Any
         driven.step()
         began = time.perf_counter()
         driven.submit("long", prompt(98, length), 1)
-        sizes_of_chunks, before, spent = [], 0, []
+        sizes_of_chunks: list[int] = []
+        spent: list[float] = []
+        before = 0
         while not driven.tokens("long"):
+            if len(spent) == 40 and torch.cuda.is_available():
+                facts["chunk_beside_decoding"] = one_chunk(driven)
             at = time.perf_counter()
             driven.step()
             spent.append((time.perf_counter() - at) * 1e3)
             here = next((s.num_computed for s in driven.engine._running if s.request.request_id == "long"), before)
             sizes_of_chunks.append(here - before)
             before = here
-            if time.perf_counter() - began > 60:
+            if time.perf_counter() - began > sizes.patience_s:
                 facts["ok"], facts["gave_up_at"] = False, here
                 break
         ttft_s = time.perf_counter() - began
@@ -400,6 +450,7 @@ def prefill(model: Model, device: str, mode: str, sizes: Sizes) -> dict[str, Any
             "ttft_s": round(ttft_s, 3),
             "steps": len(spent),
             "chunks_by_eighth": quarters,
+            "chunk_ms_by_eighth": [round(spent[i * len(spent) // 8], 1) for i in range(8)],
             "costs": [float(f"{each:.3g}") for each in takes._costs],
             "decode_s": driven.engine._decode_s,
         }

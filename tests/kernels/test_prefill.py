@@ -208,10 +208,10 @@ def test_a_tail_may_begin_where_the_window_does() -> None:
 
 def test_the_workspace_holds_one_block_whatever_the_length() -> None:
     workspace = Workspace(2, 64, torch.bfloat16, torch.device("cpu"))
-    assert workspace.num_bytes == 2 * 8192 * 2 * 64 * 2
-    assert workspace.block(1, 64, 2, 64).shape == (64, 128, 2, 64)
+    assert workspace.num_bytes == 2 * 32768 * 2 * 64 * 2
+    assert workspace.block(1, 256, 2, 64).shape == (256, 128, 2, 64)
     with pytest.raises(ArgumentError, match="too small for this layer"):
-        workspace.block(0, 64, 4, 64)
+        workspace.block(0, 256, 4, 64)
 
 
 @pytest.mark.parametrize("codecs", [("tq4", "tq3"), ("fp8", "fp8"), ("tq4", None)])
@@ -228,7 +228,7 @@ def test_the_restore_kernel_is_told_where_the_layers_planes_are(codecs: tuple[st
             assert start == heads[page, head].data_ptr()
         assert (planes.scales_offset, planes.fragments) == (region.planes.scales_offset, region.planes.fragments)
         assert source.rows.data_ptr() == workspace.rows[side].data_ptr()
-        assert source.rows.shape == (8192, 2, 64)
+        assert source.rows.shape == (prefill.BLOCK_PAGES * PAGE, 2, 64)
     table = restore._pages.tolist()
     assert table[5][1:] == [0, 0, 0, 5 * PAGE, 0, PAGE, 0]
     with pytest.raises(ArgumentError, match=r"kernels run on a GPU.*kernels\.page_codec"):
@@ -253,3 +253,31 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     ):
         with pytest.raises(ArgumentError, match=named):
             dataclasses.replace(sequence, **change).attended(PrefillOptions(0.1))
+
+
+def test_dense_pages_are_gathered_block_by_block() -> None:
+    """With a part of a page behind them, as one call over all rows."""
+    generator = torch.Generator().manual_seed(3)
+    pages = [torch.randn(9, PAGE, 2, 64, generator=generator, dtype=torch.bfloat16) for _ in range(2)]
+    page_ids = torch.tensor([7, 2, 5, 0, 8])
+    base, tail, chunk = 5 * PAGE, 40, 24
+    rows = [torch.randn(tail + chunk, 2, 64, generator=generator, dtype=torch.bfloat16) for _ in range(2)]
+    q = torch.randn(chunk, 4, 64, generator=generator, dtype=torch.bfloat16)
+    workspace = Workspace(2, 64, torch.bfloat16, torch.device("cpu"))
+    for window in (0, 300, 30):
+        options = PrefillOptions(64**-0.5, window)
+        position = base + tail
+        first = max(base, position - window + 1) if window else base
+        got = attend_chunk(
+            q,
+            *(x[first - base :] for x in rows),
+            first_position=position,
+            first_row=first,
+            history=prefill.DenseHistory(page_ids, base) if first == base else None,
+            options=options,
+            workspace=workspace,
+            restore=prefill.GatherRestore(pages[0], pages[1], workspace),
+        )
+        k, v = (torch.cat((p[page_ids].flatten(0, 1), own)) for p, own in zip(pages, rows, strict=True))
+        want = attend_dense(q, k, v, first_position=position, first_row=0, sm_scale=64**-0.5, window=window)
+        assert (got - merge([want])).norm() <= 1e-2 * merge([want]).norm()

@@ -27,7 +27,7 @@ from kernels.page_checksum import page_checksum
 from kernels.page_codec import PackedRows, Planes, arena_planes, read_records, row_codec, write_records
 from kernels.page_layout import Fragments, Region, RegionPlanes
 from kernels.pages_cuda import PAGE_TOKENS, PageGroup, PageRows
-from kernels.prefill import History, attend_chunk
+from kernels.prefill import DenseHistory, History, attend_chunk
 from kernels.record_sizes import SCALE_BYTES, code_bytes
 from kernels.widths import PRESETS
 from worker import weights
@@ -100,9 +100,14 @@ def memory(address: int, shape: Sequence[int], byte_strides: Sequence[int], dtyp
 def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
     """Runs ``kernels.prefill.attend_chunk``, compares it with the same by ``kernels.attention``, and returns that."""
     first_position, first_row, options = call["first_position"], call["first_row"], call["options"]
-    history: History | None = call["history"]
+    history: History | DenseHistory | None = call["history"]
     got = attend_chunk(q, k, v, **call)
     masks = {"first_position": first_position, "sm_scale": options.sm_scale, "window": options.window}
+    if isinstance(history, DenseHistory):  # on a CPU one call has all of their rows
+        seen = max(0, first_position - options.window + 1) if options.window else 0
+        pages = call["restore"](history.page_ids[seen // PAGE_TOKENS : history.base // PAGE_TOKENS])
+        k, v = (torch.cat((x[seen % PAGE_TOKENS :], own)) for x, own in zip(pages, (k, v), strict=True))
+        first_row, history = seen, None
     parts = [attend_dense(q, k, v, first_row=first_row, **masks)]
     if history is not None:
         keys, values, page_ids, base = history

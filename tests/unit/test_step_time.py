@@ -41,6 +41,16 @@ def _ideal(budget: float) -> list[int]:
     return counts
 
 
+def test_a_step_that_costs_much_in_itself_is_worth_its_tokens() -> None:
+    """The first took a second, kernels being loaded; no step fits the time, whatever its tokens."""
+    takes, chunks = PrefillTime(), [(0, 4096)]
+    takes.observe(chunks, 1.0)
+    for turn in range(12):
+        count = max(takes.least_tokens(0), takes.most_tokens([], 0, 0.02))
+        takes.observe([(0, count)], 38e-3 + 30e-6 * count * (1 + turn % 3 / 100))
+    assert 200 <= count <= 500
+
+
 def test_several_prompts_share_a_step() -> None:
     takes = PrefillTime()
     for start in range(0, 40_000, 700):

@@ -10,10 +10,19 @@ import torch
 from kernels.decode import DecodeLayer, DecodeOptions
 from kernels.decode_memory import Pages, Tail
 from kernels.decode_workspace import DecodeLimits, new_workspace
-from kernels.prefill import History, KernelRestore, PrefillOptions, Workspace, attend_chunk
+from kernels.prefill import (
+    DenseHistory,
+    GatherRestore,
+    History,
+    KernelRestore,
+    PrefillOptions,
+    Restore,
+    Workspace,
+    attend_chunk,
+)
 from protos.page_hash import PAGE_TOKENS
 from worker.batch import Batch, Place, Span
-from worker.kv_view import KvView, RegionView
+from worker.kv_view import KvView, RegionView, demand_held
 from worker.models.attention import dense_rows
 
 
@@ -39,11 +48,7 @@ class GpuAttention:
             decode.use_workspace(workspace)
         widest = max((k for k, _ in views.values()), key=lambda view: view.region.heads * view.region.dim)
         self._prefill_workspace = Workspace(widest.region.heads, widest.region.dim, widest.dtype, device)
-        self._restores = {
-            layer: KernelRestore(k.packed, v.packed, self._prefill_workspace)
-            for layer, (k, v) in views.items()
-            if k.packed is not None and v.packed is not None
-        }
+        self._restores = {layer: self._restore(k, v) for layer, (k, v) in views.items()}
 
     def load(self) -> None:
         """Loads every kernel, compiling what no archive has: seconds, before the worker reports ready."""
@@ -103,14 +108,21 @@ class GpuAttention:
         span: Span,
         place: Place,
     ) -> torch.Tensor:
-        """q [T, q_heads, dim] of a prompt chunk over packed tokens [seen, base), dense rows and its own."""
+        """q [T, q_heads, dim] of a prompt chunk over whole pages [seen, base), dense rows and its own."""
         window = k_view.group.window
         first = max(0, span.start - window + 1) if window else 0
-        history = None
-        if k_view.packed is not None and v_view.packed is not None and place.base > first:
-            history = History(k_view.packed, v_view.packed, place.page_ids, place.base)
-            kv.counters.rows_dequantised["attention"] += 2 * (place.base - first)
-            first = place.base
+        history: History | DenseHistory | None = None
+        base = place.base if k_view.pages is None else span.start // PAGE_TOKENS * PAGE_TOKENS
+        restore = self._restores[k_view.region.layer]
+        if restore is not None and base > first:
+            page_ids = place.page_ids if place.on_device is None else place.on_device
+            if k_view.packed is not None and v_view.packed is not None:
+                history = History(k_view.packed, v_view.packed, page_ids, base)
+                kv.counters.rows_dequantised["attention"] += 2 * (base - first)
+            else:
+                history = DenseHistory(page_ids, base)
+                demand_held(k_view, place.page_ids[first // PAGE_TOKENS : base // PAGE_TOKENS], first // PAGE_TOKENS)
+            first = base
         k_rows, v_rows = (dense_rows(kv, view, place, first, own, span) for view, own in ((k_view, k), (v_view, v)))
         return attend_chunk(
             q,
@@ -121,8 +133,16 @@ class GpuAttention:
             history=history,
             options=PrefillOptions(q.shape[-1] ** -0.5, window),
             workspace=self._prefill_workspace,
-            restore=self._restores.get(k_view.region.layer),
+            restore=restore,
         )
+
+    def _restore(self, k_view: RegionView, v_view: RegionView) -> Restore | None:
+        """What brings a layer's whole pages together; None where there are none."""
+        if k_view.packed is not None and v_view.packed is not None:
+            return KernelRestore(k_view.packed, v_view.packed, self._prefill_workspace)
+        if k_view.pages is not None and v_view.pages is not None:
+            return GatherRestore(k_view.pages, v_view.pages, self._prefill_workspace)
+        return None
 
 
 def _pages(view: RegionView) -> Pages:
