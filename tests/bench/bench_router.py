@@ -8,10 +8,13 @@ lot. The floor is a bare grpc.aio server on the router's core, in the same run: 
 pace, without any worker, tokens or text. The forwarder is another one, between callers and worker like the router: what
 grpc.aio costs of the router's work, and what lies above it is the router's own.
 
-Cases: `request-*`: the whole life of a request of one token, from closed loops of callers; `stats-*`: a plain unary
-call; `relay-*`: messages of running streams at a pace; `tokens-*`: streams of a worker that never rests, so many tokens
-a message or more; `ttft-half-load`: the first token as a caller sees it, less the same on the bare server. There
-requests come at random, at half the rate that takes the router's whole core by `request-64-callers-at-once`.
+Cases: `request-*`: the whole life of a request of one token, from closed loops of callers, each as a call of Generate;
+`session-*`: the same in one session of many calls, beside the same by Generate (`generate`), also at random times, so
+that hardly two come together; `stats-*`, `infer-*`: plain unary calls, of nothing and of a KServe inference of one
+token; `relay-*`: messages of running streams at a pace; `tokens-*`: streams of a worker that never rests, so many
+tokens a message or more; `ttft-half-load`: the first token as a caller sees it, less the same on the bare server. There
+requests come at random, at half the rate that takes the router's whole core by `request-64-callers-at-once`. Bare
+server and forwarder have no sessions: theirs are calls of Generate.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -39,8 +42,10 @@ from typing import Any
 import grpc
 import psutil
 
-from protos import router_pb2, router_pb2_grpc, rpc
+from protos import kserve_pb2, kserve_pb2_grpc, router_pb2, router_pb2_grpc, rpc
+from router.async_session import AsyncSession
 from router.client import AsyncTailpack, build_request
+from router.client_session import Lost
 from tests.bench import router_servers
 from tests.scenarios.tiny_tokenizer import write_tokenizer
 
@@ -53,7 +58,8 @@ CALLERS_AT_ONCE = 64
 @dataclass(frozen=True)
 class Case:
     """streams: at one time. every_s: between a worker's steps. per_step: tokens of each stream in one. tokens: of each
-    answer; None goes on until the time is over.
+    answer; None goes on until the time is over. door: "generate", "session", "infer" or "stats". rate: of requests a
+    second, at random times; None: closed loops.
     """
 
     name: str
@@ -62,6 +68,8 @@ class Case:
     every_s: float = 0.0
     per_step: int = 1
     tokens: int | None = None
+    door: str = "generate"
+    rate: float | None = None
     limit: float | None = None  # what issue 7 asks for; above it, or below for tokens, is too bad
 
     def kept(self, value: float) -> bool:
@@ -72,7 +80,12 @@ TTFT = "ms added"
 CASES = [
     Case("request-64-callers-at-once", "us/request", tokens=1, limit=350.0),
     Case("request-16-callers-1-token", "us/request", streams=16, every_s=0.001, tokens=1),
-    Case("stats-64-callers", "us/call"),
+    Case("session-64-callers-at-once", "us/request", tokens=1, door="session", limit=350.0),
+    Case("session-16-callers-1-token", "us/request", streams=16, every_s=0.001, tokens=1, door="session", limit=350.0),
+    Case("session-at-random-500-a-second", "us/request", every_s=0.001, tokens=1, door="session", rate=500.0),
+    Case("session-relay-64-streams-1-token", "us/message", every_s=0.02, door="session", limit=75.0),
+    Case("stats-64-callers", "us/call", door="stats", limit=350.0),
+    Case("infer-64-callers-at-once", "us/call", tokens=1, door="infer", limit=350.0),
     Case("ttft-half-load", TTFT, tokens=1, limit=1.0),
     Case("relay-64-streams-1-token", "us/message", every_s=0.02, limit=75.0),
     Case("relay-64-streams-8-tokens", "us/message", every_s=0.02, per_step=8, limit=75.0),
@@ -111,34 +124,56 @@ class Server:
 class Callers:
     """Calls one server, with as little work a call as grpc.aio allows: the router's client does more."""
 
-    def __init__(self, server: Server, channel: grpc.aio.Channel) -> None:
+    def __init__(self, server: Server, channel: grpc.aio.Channel, session: AsyncSession | None = None) -> None:
+        """session: what answers come in; None: each has a call of Generate."""
         self.counted = Counted()
         self.waits_s: list[float] = []
         self._process = psutil.Process(server.pid)
         self._stub = router_pb2_grpc.RouterStub(channel)
+        self._inference = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
+        self._session = session
         self._numbers = itertools.count()
 
     async def answer(self, request: router_pb2.GenerateRequest) -> None:
         started = time.perf_counter()
-        call = self._stub.Generate(request, metadata=(("x-request-id", f"bench-{id(self)}-{next(self._numbers)}"),))
         first = True
+        async for chunk in self._chunks(request, f"bench-{id(self)}-{next(self._numbers)}"):
+            if first:
+                self.waits_s.append(time.perf_counter() - started)
+                first = False
+            self.counted.messages += 1
+            self.counted.tokens += len(chunk.token_ids)
+        self.counted.requests += 1
+
+    async def _chunks(
+        self, request: router_pb2.GenerateRequest, request_id: str
+    ) -> AsyncGenerator[router_pb2.GenerateResponse, None]:
+        if self._session is not None:
+            chunks = self._session.chunks(request, request_id=request_id, traceparent="", timeout_s=None)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+            return
+        call = self._stub.Generate(request, metadata=(("x-request-id", request_id),))
         try:
-            while isinstance(chunk := await call.read(), router_pb2.GenerateResponse):
-                if first:
-                    self.waits_s.append(time.perf_counter() - started)
-                    first = False
-                self.counted.messages += 1
-                self.counted.tokens += len(chunk.token_ids)
+            while isinstance(answered := await call.read(), router_pb2.GenerateResponse):
+                yield answered
         finally:
             call.cancel()
+
+    async def _unary(self, case: Case) -> None:
+        if case.door == "stats":
+            await self._stub.Stats(router_pb2.StatsRequest())
+        else:
+            own_id = (("x-request-id", f"bench-{id(self)}-{next(self._numbers)}"),)
+            await self._inference.ModelInfer(inference_request(case.tokens or 1), metadata=own_id)
         self.counted.requests += 1
 
     async def closed_loop(self, case: Case) -> None:
         request = build_request(PROMPT, max_tokens=case.tokens or 1 << 20)
         while True:
             if case.unit == "us/call":
-                await self._stub.Stats(router_pb2.StatsRequest())
-                self.counted.requests += 1
+                await self._unary(case)
             else:
                 await self.answer(request)
 
@@ -171,16 +206,34 @@ class Callers:
         return counted
 
 
+def inference_request(max_tokens: int) -> kserve_pb2.ModelInferRequest:
+    request = kserve_pb2.ModelInferRequest(model_name="tiny")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
+    request.parameters["max_tokens"].int64_param = max_tokens
+    return request
+
+
 @asynccontextmanager
-async def callers(server: Server) -> AsyncIterator[Callers]:
+async def callers(server: Server, door: str = "generate") -> AsyncIterator[Callers]:
     async with rpc.channel(server.address) as channel:
-        yield Callers(server, channel)
+        if door != "session":
+            yield Callers(server, channel)
+            return
+        lost = lambda failed: Lost(rpc.error_from(failed), spoken=False)
+        session = AsyncSession(router_pb2_grpc.RouterStub(channel), (), lost)
+        await session.open()
+        yield Callers(server, channel, session)
+        await session.close()
 
 
-async def cost(server: Server, case: Case, seconds: float) -> float:
-    """In the case's unit, of closed loops."""
-    async with callers(server) as each:
-        return (await each.measured(seconds, *(each.closed_loop(case) for _ in range(case.streams)))).value(case.unit)
+async def cost(server: Server, case: Case, seconds: float, door: str | None = None) -> float:
+    """In the case's unit. door: instead of the case's."""
+    async with callers(server, door or case.door) as each:
+        if case.rate is not None:
+            loops = [each.open_loop(case, case.rate)]
+        else:
+            loops = [each.closed_loop(case) for _ in range(case.streams)]
+        return (await each.measured(seconds, *loops)).value(case.unit)
 
 
 async def first_token_ms(server: Server, case: Case, rate: float, seconds: float) -> float:
@@ -240,22 +293,44 @@ async def bed(case: Case, model: Path) -> AsyncIterator[tuple[Server, Server, Se
         os.sched_setaffinity(0, before)
 
 
-async def measure(case: Case, model: Path, seconds: float) -> tuple[float, float, float]:
-    """(value, floor, the forwarder's value) in the case's unit."""
-    async with bed(case, model) as servers:
-        if case.unit != TTFT:
-            value, floor, forwarded = [await cost(server, case, seconds) for server in servers]
-            return value, floor, forwarded
-        full = 1e6 / await cost(servers[0], CASES[0], seconds)
-        router_ms, bare_ms, forwarder_ms = [await first_token_ms(each, case, full / 2, seconds) for each in servers]
-        return router_ms - bare_ms, bare_ms, forwarder_ms - bare_ms
+@dataclass(frozen=True)
+class Measured:
+    """In the case's unit. floor: a bare server's. forwarder, generate: what costs the same work by other ways; None
+    where there is no such.
+    """
+
+    value: float
+    floor: float
+    forwarder: float | None
+    generate: float | None
+    load: float
 
 
-def record(
-    case: Case, values: list[float], floors: list[float], forwarded: list[float], loads: list[float], command: str
-) -> dict[str, Any]:
+async def measure(case: Case, model: Path, seconds: float) -> Measured:
+    async with bed(case, model) as (router, bare, forwarder):
+        generate: float | None = None
+        if case.unit == TTFT:
+            full = 1e6 / await cost(router, CASES[0], seconds)
+            waits = [await first_token_ms(each, case, full / 2, seconds) for each in (router, bare, forwarder)]
+            value, floor, forwarded = waits[0] - waits[1], waits[1], waits[2] - waits[1]
+        else:
+            ways = "generate" if case.door == "session" else case.door
+            value = await cost(router, case, seconds)
+            floor, forwarded = [await cost(each, case, seconds, ways) for each in (bare, forwarder)]
+            if case.door == "session":
+                generate = await cost(router, case, seconds, "generate")
+        return Measured(value, floor, forwarded if case.door != "infer" else None, generate, psutil.getloadavg()[0])
+
+
+def record(case: Case, measured: list[Measured], command: str) -> dict[str, Any]:
     """One line as the records of this project have it."""
     digits = 3 if case.unit == TTFT else 1
+    values, floors, loads = ([getattr(each, name) for each in measured] for name in ("value", "floor", "load"))
+
+    def median(name: str) -> float | None:
+        known = [value for each in measured if (value := getattr(each, name)) is not None]
+        return round(statistics.median(known), digits) if known else None
+
     floor_by = "a bare grpc.aio server on the same core that sends the same messages, same run"
     return {
         "bench": "router",
@@ -268,7 +343,8 @@ def record(
         "floor": round(statistics.median(floors), digits),
         "floor_by": f"whole wait with {floor_by}" if case.unit == TTFT else f"CPU of {floor_by}",
         "floor_spread": [round(min(floors), digits), round(max(floors), digits)],
-        "forwarder": round(statistics.median(forwarded), digits),  # grpc.aio's part of the value
+        "forwarder": median("forwarder"),  # grpc.aio's part of the value
+        "generate": median("generate"),  # each request as a call of its own
         "rival": None,
         "rival_why": "no other router speaks this protocol; the bare server stands in",
         "error": None,
@@ -295,21 +371,21 @@ def _cpu_model() -> str:
 
 async def run(seconds: float, repeats: int, cases: list[Case], command: str) -> list[dict[str, Any]]:
     """All cases once, then all again: what disturbs the machine for a while does not hit one case alone."""
-    measured: dict[str, list[tuple[float, ...]]] = {case.name: [] for case in cases}
+    measured: dict[str, list[Measured]] = {case.name: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         model = write_tokenizer(Path(folder))
         for _ in range(repeats):
             for case in cases:
-                measured[case.name].append((*await measure(case, model, seconds), psutil.getloadavg()[0]))
+                measured[case.name].append(await measure(case, model, seconds))
     records = []
     for case in cases:
-        values, floors, forwarded, loads = (list(column) for column in zip(*measured[case.name], strict=True))
-        each = record(case, values, floors, forwarded, loads, command)
+        each = record(case, measured[case.name], command)
         records.append(each)
         asked = "" if case.limit is None else f"asked {case.limit:<9g}{'' if case.kept(each['value']) else ' MISSED'}"
         print(
             f"{case.name:36}{each['value']:>12} {case.unit:13}{each['spread']!s:22} floor {each['floor']:<11}"
-            f"forwarder {each['forwarder']:<11}load {each['load_average'][0]:<5} {asked}"
+            f"forwarder {each['forwarder'] or '-':<11}generate {each['generate'] or '-':<11}"
+            f"load {each['load_average'][0]:<5} {asked}"
         )
     return records
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from router.auth import TokensFile
 from router.client import AsyncTailpack, Tailpack, build_request
 from tests.scenarios.fake_worker import Script, worker_info
 from tests.scenarios.router_harness import Answer, Harness, answer, cluster, until
+from tests.scenarios.test_router_service import SMALL_WINDOW
 from tests.scenarios.test_router_tenants import TOKENS, tokens_file
 from tests.scenarios.tiny_tokenizer import EOS
 
@@ -418,6 +419,34 @@ async def test_a_router_that_leaves_says_goodbye_ends_what_runs_and_takes_no_mor
         assert await one.stream.code() is grpc.StatusCode.OK
 
 
+async def test_a_router_waits_for_what_it_has_not_written_yet(folder: Path) -> None:
+    infos = [worker_info(max_sequence_tokens=1 << 20)]
+    async with cluster(folder, long_or_short, infos=infos) as it:
+        async with grpc.aio.insecure_channel(it.address, options=SMALL_WINDOW) as channel:
+            one = Wire(router_pb2_grpc.RouterStub(channel))
+            numbers = range(1, 9)
+            await one.begin(*numbers, max_tokens=20_000)  # more than the connection takes unread
+            (link,) = it.requests.registry.links.values()
+            await until(lambda: len(it.workers[0].submits) == 8 and not link.num_known, HANG_S)
+            await one.begin(9, max_tokens=2)
+            await until(lambda: len(it.workers[0].submits) == 9 and not link.num_known, HANG_S)
+            draining = asyncio.create_task(it.requests.drain(HANG_S))
+            await asyncio.sleep(0.05)
+            assert it.requests.num_in_flight == 9 and not draining.done()
+            while await one.hear():
+                taken = [
+                    {"number": number, "num_bytes": sum(chunk.ByteSize() for chunk in one.chunks(number))}
+                    for number in numbers
+                    if not one.ended(number)
+                ]
+                with suppress(grpc.RpcError):  # the router may have written all and ended the stream
+                    await one.say(taken=taken)
+            assert await draining
+            for number in (*numbers, 9):
+                await one.answer(number)
+        await it.settled()
+
+
 async def test_an_idle_session_ends_when_its_router_leaves(folder: Path) -> None:
     async with cluster(folder, HELD) as it, wire(it) as one:
         assert await it.requests.drain(HANG_S)
@@ -438,6 +467,7 @@ async def test_the_client_goes_on_at_another_router_when_one_says_goodbye(folder
         await until(lambda: leaving.requests.admission.draining)
         for _ in range(3):
             assert (await answer(client, "x")).token_ids == [5, EOS]
+        assert leaving.requests.counters.requests == 1, "a call began behind the goodbye"
         leaving.workers[0].gate.set()
         assert Answer([first, *[chunk async for chunk in running]]).check().token_ids == [5, 6, 7, EOS]
         assert await draining
