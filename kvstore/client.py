@@ -439,13 +439,19 @@ class Attachment:
         request = kvstore_pb2.CheckpointRequest(epoch=self.epoch, slot=slot, num_tokens=num_tokens, kind=kind)
         return messages.checkpoint_from(self._session.call(self._session.stub.Checkpoint, request))
 
-    def release(self, slots: Sequence[int]) -> int:
+    def release(self, slots: Sequence[int], damaged: Mapping[str, Sequence[int]] | None = None) -> int:
         """Ends sequences; pages with a hash stay cached for others. Returns the pages let go.
+
+        Args:
+            damaged: by group, pages that are not what was sealed: nobody goes on from them any more.
 
         Raises:
             NotFound: UNKNOWN_SLOT; then none was released.
         """
-        request = kvstore_pb2.ReleaseRequest(epoch=self.epoch, slots=slots)
+        condemned = [
+            kvstore_pb2.DamagedPages(group=name, page_ids=page_ids) for name, page_ids in (damaged or {}).items()
+        ]
+        request = kvstore_pb2.ReleaseRequest(epoch=self.epoch, slots=slots, damaged=condemned)
         return int(self._session.call(self._session.stub.Release, request).pages_freed)
 
     def verify(self) -> list[str]:

@@ -323,9 +323,7 @@ class Device:
         self.control.epoch = epoch
         damaged, self._damaged = self._damaged, []
         with self.control.together():
-            for name, page in damaged:
-                self.table.condemn(name, page)
-                self._mirror_pages(name, [page])
+            self._condemn(damaged)
         adopted = []
         for slot in slots:
             before = self._held(slot)
@@ -492,8 +490,19 @@ class Device:
             self._write_groups(slot)
         return checkpointed
 
-    def release(self, slots: Sequence[int]) -> int:
-        """Returns the number of pages that nobody holds now, all groups together; cached ones are among them."""
+    def release(self, slots: Sequence[int], damaged: Sequence[tuple[str, int]] = ()) -> int:
+        """Returns the number of pages that nobody holds now, all groups together; cached ones are among them.
+
+        Args:
+            damaged: (group, page), which nobody goes on from any more.
+
+        Raises:
+            NotFound: UNKNOWN_SLOT. InvalidRequest: BAD_PAGE. Nothing was released then.
+        """
+        for name, page in damaged:
+            table = self.table.groups.get(name)
+            if table is None or not 0 <= page < table.num_pages:
+                raise InvalidRequest("there is no such page", reason="BAD_PAGE", given=f"{page} of group {name[:64]!r}")
         count = 0
         held = {slot: self._held(slot) for slot in dict.fromkeys(slots)}
         let_go = self.table.release(slots)
@@ -504,7 +513,13 @@ class Device:
                 for name, pages in held[slot].items():
                     self._mirror_pages(name, pages)
                 count += sum(map(len, groups.values()))
+            self._condemn(damaged)
         return count
+
+    def _condemn(self, damaged: Sequence[tuple[str, int]]) -> None:
+        for name, page in damaged:
+            self.table.condemn(name, page)
+            self._mirror_pages(name, [page])
 
     def release_all(self, *, goodbye: bool) -> tuple[int, int]:
         """Ends every sequence; returns (sequences, pages).

@@ -98,8 +98,9 @@ class LocalAttachment:
     def checkpoint(self, slot: int, num_tokens: int, kind: str) -> Checkpointed:
         return self.device.checkpoint(slot, num_tokens, kind)
 
-    def release(self, slots: Sequence[int]) -> int:
-        return self.device.release(slots)
+    def release(self, slots: Sequence[int], damaged: Mapping[str, Sequence[int]] | None = None) -> int:
+        condemned = [(name, page) for name, page_ids in (damaged or {}).items() for page in page_ids]
+        return self.device.release(slots, condemned)
 
     def reattach(self, timeout_s: float) -> None:
         """There is no store that could go away."""

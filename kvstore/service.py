@@ -119,7 +119,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     async def Release(self, request: kvstore_pb2.ReleaseRequest, context: Context) -> kvstore_pb2.ReleaseResponse:
         with self._device(request.epoch) as device:
-            return kvstore_pb2.ReleaseResponse(pages_freed=device.release(list(request.slots)))
+            damaged = [(pages.group, page) for pages in request.damaged for page in pages.page_ids]
+            return kvstore_pb2.ReleaseResponse(pages_freed=device.release(list(request.slots), damaged))
 
     # --- without an attachment ---
 

@@ -235,6 +235,7 @@ class Engine:
         """
         found = self._held.not_deadly(self._attachment.adopted)
         with torch.inference_mode():
+            found = self._held.undamaged(found)
             self._held.recover(held.slot for held in found)
         adoption = plan_adoption(
             found,

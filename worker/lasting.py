@@ -60,7 +60,7 @@ class KvCalls(Protocol):
     def truncate(self, slot: int, num_tokens: int) -> Truncated: ...
     def fork(self, slot: int, request_id: str, max_tokens: int, frozen_request: bytes = b"") -> Forked | Refused: ...
     def checkpoint(self, slot: int, num_tokens: int, kind: str) -> Checkpointed: ...
-    def release(self, slots: Sequence[int]) -> int: ...
+    def release(self, slots: Sequence[int], damaged: Mapping[str, Sequence[int]] | None = None) -> int: ...
 
 
 class KvMemory(KvCalls, Protocol):
@@ -150,11 +150,13 @@ class LastingAttachment:
     def checkpoint(self, slot: int, num_tokens: int, kind: str) -> Checkpointed:
         return self._lasting(lambda: self._attachment.checkpoint(slot, num_tokens, kind))
 
-    def release(self, slots: Sequence[int]) -> int:
+    def release(self, slots: Sequence[int], damaged: Mapping[str, Sequence[int]] | None = None) -> int:
         self._slots -= set(slots)
         # Where they are still there after a loss, nobody knows of them any more, and they go before the call.
         control = self.control
-        return self._lasting(lambda: self._attachment.release(slots) if any(map(control.is_live, slots)) else 0)
+        return self._lasting(
+            lambda: self._attachment.release(slots, damaged) if any(map(control.is_live, slots)) else 0
+        )
 
     # --- without a store ---
 

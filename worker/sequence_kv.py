@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from kernels.page_sums import checksum_keys, page_sums
 from kvstore.client import Admitted, Adopted, Forked, NewPage, OpenRequest, Refused, Truncated, page_checksum
 from kvstore.geometry import LayerGroup
 from kvstore.retention import pages_for
@@ -79,6 +80,7 @@ class SequenceKv:
         self._tailed = [group for group in kv.geometry.groups if group.has_tail]
         self._packed = [group for group in kv.geometry.groups if group.packed]
         self._mode_missed = False
+        self._damaged: dict[str, list[int]] = {}  # pages by group, of what was found at the start
         self._on_gpu = on_gpu
 
     @property
@@ -149,6 +151,28 @@ class SequenceKv:
             self._attachment.release([held.slot])
         return kept
 
+    def undamaged(self, found: Iterable[Adopted]) -> list[Adopted]:
+        """With those marked as not intact of which a sealed page is not what it was. On a GPU; the pages of host memory
+        the store has compared.
+        """
+        if self._on_gpu is None:
+            return list(found)
+        return [replace(held, intact=False) if self._find_damage(held) else held for held in found]
+
+    def _find_damage(self, held: Adopted) -> bool:
+        any_damaged = False
+        for name, page_ids in held.pages.items():
+            entries, arena = self._attachment.control.pages[name], self.kv.page_bytes(name)
+            known = [page for page in page_ids if page >= 0 and entries["checksum"][page]]  # of sealed pages alone
+            keys = checksum_keys(arena.shape[1], arena.device)
+            sums = page_sums(arena, known, keys).tolist()
+            for page, found in zip(known, sums, strict=True):
+                if found % (1 << 64) != int(entries["checksum"][page]):
+                    log.error("a page is damaged: nobody goes on from it", group=name, page=page, slot=held.slot)
+                    self._damaged.setdefault(name, []).append(page)
+                    any_damaged = True
+        return any_damaged
+
     def recover(self, slots: Iterable[int]) -> None:
         """Brings tails back that a worker was overwriting when it was killed (``commit``). Before anything is opened.
 
@@ -172,7 +196,8 @@ class SequenceKv:
         sealed, the store has sealed.
         """
         if adoption.released:
-            self._attachment.release(adoption.released)
+            self._attachment.release(adoption.released, self._damaged)
+        self._damaged = {}
         for adopted, held in adoption.going_on:
             self._take(adopted, held, held.max_tokens)
             if self._tailed and adopted.num_computed == adopted.num_prompt:

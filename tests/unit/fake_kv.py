@@ -79,9 +79,9 @@ class FakeAttachment(LocalAttachment):
         self._called("checkpoint")
         return super().checkpoint(slot, num_tokens, kind)
 
-    def release(self, slots: Sequence[int]) -> int:
+    def release(self, slots: Sequence[int], damaged: Mapping[str, Sequence[int]] | None = None) -> int:
         self._called("release")
-        freed = super().release(slots)
+        freed = super().release(slots, damaged)
         for name, table in self.table.groups.items():
             for page in range(table.num_pages):
                 if table.state(page) == PageState.FREE:

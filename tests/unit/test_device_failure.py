@@ -52,6 +52,7 @@ class Device:
         self.said: dict[str, list[int]] = {}
         self.finished: set[str] = set()
         self.steps: list[list[str]] = []  # of the newest life
+        self.pages_of_a_gpu: Any = None  # not None: the store cannot read them
         self._patch = patch
 
     def breaks(self, work: Sequence[Work]) -> bool:
@@ -79,14 +80,17 @@ class Device:
 
         engine._runner.run = watched  # type: ignore[method-assign]
         engine._held.kv.settle = settle  # type: ignore[method-assign]
-        for sequence in engine.adopt():
+        on_gpu, engine._held._on_gpu = engine._held._on_gpu, self.pages_of_a_gpu
+        adopted = engine.adopt()
+        engine._held._on_gpu = on_gpu
+        for sequence in adopted:
             self.said[sequence.request.request_id] = sequence.token_ids[sequence.num_prompt :]
         for each in submitted:
             engine.submit(each)
-        self.asked = {*self.said, *(each.request_id for each in submitted)}
+        asked = {each.request_id for each in (*submitted, *(sequence.request for sequence in adopted))}
         engine.start()
         waited = 0.0
-        while not ended.wait(0.01) and not self.asked <= self.finished and waited < HANG_S:
+        while not ended.wait(0.01) and not asked <= self.finished and waited < HANG_S:
             waited += 0.01
         engine.stop(HANG_S)
         return engine
@@ -131,6 +135,27 @@ def test_sequences_are_left_as_they_are_and_go_on(
     assert [len(step) for step in device.steps[:4]] == [1, 1, 1, 3], "each alone first, then all"
     assert {request_id for step in device.steps[:3] for request_id in step} == {"r0", "r1", "r2"}
     assert engine.load().tokens_recomputed_after_adoption == 0
+    device.memory.check_empty()
+
+
+def test_pages_of_a_gpu_are_compared_before_anybody_goes_on_from_them(
+    model: Model, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(model, monkeypatch)
+    device.breaks = lambda work: len(device.steps) == 12  # type: ignore[method-assign]
+    device.life(*asks())
+    (name,) = device.memory.arenas
+    entries = device.memory.control.pages[name]
+    (page,) = (number for number in range(len(entries)) if entries["checksum"][number])  # of the prompt of 130 tokens
+    device.memory.arenas[name].page(page)[7] ^= 1
+    device.breaks = lambda work: False  # type: ignore[method-assign]
+    device.pages_of_a_gpu = object()
+    engine = device.life()
+    assert device.said == undisturbed
+    assert engine.load().tokens_recomputed_after_adoption > 130, "that one alone is computed again"
+    assert engine.load().sequences_adopted == 3
+    assert engine.load().prompt_tokens == 130
+    assert device.memory.verify() == [], "what the index has is right"
     device.memory.check_empty()
 
 
