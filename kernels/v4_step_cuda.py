@@ -1,4 +1,5 @@
-"""What a decode step of deepseek_v4 does between its matrix products, on a GPU, one launch each (csrc/v4_step.cuh).
+"""What a decode step of deepseek_v4 does between its matrix products, on a GPU, one launch each (csrc/v4_step.cuh);
+and its experts' products of a few rows each (csrc/experts_few.cuh).
 
 The references, and the paths of a CPU, of float32 and of deterministic mode, are the functions of the same names in
 worker/models/deepseek_v4_*.py. Everything launches on torch's current stream, waits for nothing and may be captured; a
@@ -17,14 +18,15 @@ from torch import Tensor
 from kernels import loader
 from kernels.errors import ArgumentError
 from kernels.linear_cuda import ROW_TYPES
-from kernels.v4_step_cells import V4_KERNELS, v4_step_cell
+from kernels.v4_step_cells import EXPERT_KERNELS, V4_KERNELS, experts_cell, v4_step_cell
 
 THREADS, ROW_VALUES = 256, 2048  # of a CTA
 _SLICE, _SLICE_ROWS, _WARPS = 256, 8, 8
+_PAIRS_PER_ITEM, _MAX_SHARED = 16, 112 << 10  # of experts: pairs of outputs, and bytes of shared memory, of a CTA
 _MAX_DIM, _MAX_POOLED, _MAX_EXPERTS, _MAX_CHOSEN = 2048, 512, 512, 32
 
-Launch = Callable[[str, int, tuple[Tensor | int, ...]], None]
-"""Kernel by its name in V4_KERNELS, CTAs, arguments."""
+Launch = Callable[[str, int, tuple[Tensor | int, ...], int], None]
+"""Kernel by its name in V4_KERNELS or EXPERT_KERNELS, CTAs, arguments, bytes of dynamic shared memory."""
 
 
 class Read(NamedTuple):
@@ -62,12 +64,19 @@ class V4Step:
             )
         self.dtype, self.streams = dtype, streams
         self.cell = v4_step_cell(ROW_TYPES[dtype], streams, iterations)
-        self._kernels = dict(zip(V4_KERNELS, self.cell.kernels, strict=True))
+        self.experts = experts_cell(ROW_TYPES[dtype])
+        self._kernels = {name: (self.cell, each) for name, each in zip(V4_KERNELS, self.cell.kernels, strict=True)}
+        own = zip(EXPERT_KERNELS, self.experts.kernels, strict=True)
+        self._kernels |= {name: (self.experts, each) for name, each in own}
         self._launch = launch or self._on_device
 
-    def _on_device(self, name: str, ctas: int, arguments: tuple[Tensor | int, ...]) -> None:
+    def _on_device(self, name: str, ctas: int, arguments: tuple[Tensor | int, ...], shared_bytes: int) -> None:
         device = next(each for each in arguments if isinstance(each, Tensor)).device
-        loader.launch(self.cell, self._kernels[name], device, ctas=ctas, threads=THREADS, arguments=arguments)
+        cell, kernel = self._kernels[name]
+        loader.launch(cell, kernel, device, ctas=ctas, threads=THREADS, arguments=arguments, shared_bytes=shared_bytes)
+
+    def _run(self, name: str, ctas: int, arguments: tuple[Tensor | int, ...], shared_bytes: int = 0) -> None:
+        self._launch(name, ctas, arguments, shared_bytes)
 
     def hyper_read(
         self,
@@ -91,10 +100,10 @@ class V4Step:
             raise self._unfit(streams, f"h hidden a multiple of {_SLICE}")
         partial = fn.new_empty(slices, rows, outputs + 1)
         groups = -(-rows // _SLICE_ROWS)
-        self._launch("partial", slices * groups, (streams, fn, partial, rows, h * hidden, outputs))
+        self._run("partial", slices * groups, (streams, fn, partial, rows, h * hidden, outputs))
         found = Read(streams.new_empty(rows, hidden), fn.new_empty(rows, h), fn.new_empty(rows, h, h))
         numbers = (rows, hidden, _bits(norm_eps), _bits(eps))
-        self._launch("read", rows, (partial, base, scale, streams, norm, *found, *numbers))
+        self._run("read", rows, (partial, base, scale, streams, norm, *found, *numbers))
         return found
 
     def hyper_write(self, streams: Tensor, y: Tensor, write: Tensor, carry: Tensor) -> Tensor:
@@ -103,7 +112,7 @@ class V4Step:
         self._demand(streams, self.dtype, (rows, self.streams, hidden))
         self._demand(y, self.dtype, (rows, hidden))
         out = torch.empty_like(streams)
-        self._launch("write", rows * -(-hidden // ROW_VALUES), (streams, y, write, carry, out, hidden))
+        self._run("write", rows * -(-hidden // ROW_VALUES), (streams, y, write, carry, out, hidden))
         return out
 
     def rotate(
@@ -131,7 +140,7 @@ class V4Step:
         out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
         flags = (int(normed), int(inverse), _bits(eps))
         pointers = (x, int(wide), 0 if weight is None else weight, cos, sin, out)
-        self._launch("rotate", -(-rows * heads // _WARPS), (*pointers, rows, heads, dim, rope, *flags))
+        self._run("rotate", -(-rows * heads // _WARPS), (*pointers, rows, heads, dim, rope, *flags))
         return out
 
     def route(
@@ -164,13 +173,13 @@ class V4Step:
             chosen.new_empty(experts),
         )
         by = (0 if bias is None else bias, 0 if table is None else table, tokens)
-        self._launch(
+        self._run(
             "route",
             -(-rows // _WARPS),
             (logits, *by, chosen, found.shares, rows, experts, num_chosen, _bits(scale)),
         )
         ctas = -(-entries // THREADS) + -(-experts // THREADS)
-        self._launch("order", ctas, (chosen, found.place, found.ends, entries, experts))
+        self._run("order", ctas, (chosen, found.place, found.ends, entries, experts))
         return found
 
     def spread(self, x: Tensor, routed: Routed) -> tuple[Tensor, Tensor]:
@@ -180,7 +189,7 @@ class V4Step:
         entries = len(routed.place)
         sorted_, shares = x.new_empty(entries, width), routed.shares.new_empty(entries)
         arguments = (x, routed.place, routed.shares, sorted_, shares, entries // rows, width)
-        self._launch("spread", entries, arguments)
+        self._run("spread", entries, arguments)
         return sorted_, shares
 
     def swiglu(self, gate_up: Tensor, shares: Tensor | None, limit: float) -> Tensor:
@@ -189,8 +198,41 @@ class V4Step:
         self._demand(gate_up, self.dtype, (rows, 2 * width))
         out = gate_up.new_empty(rows, width)
         by = 0 if shares is None else shares
-        self._launch("swiglu", rows * -(-width // ROW_VALUES), (gate_up, by, out, width, _bits(limit)))
+        self._run("swiglu", rows * -(-width // ROW_VALUES), (gate_up, by, out, width, _bits(limit)))
         return out
+
+    def experts_up(self, sorted_: Tensor, shares: Tensor, up: Tensor, routed: Routed, limit: float) -> Tensor:
+        """``spread``'s rows [N, hidden] through up [E, 2 width, hidden], gates first -> as ``swiglu``, [N, width].
+
+        For few rows an expert: each eight of them read the expert's weights again.
+        """
+        entries, hidden = sorted_.shape
+        experts, outputs, _ = up.shape
+        self._demand_experts(up, (experts, outputs, hidden))
+        self._demand(sorted_, self.dtype, (entries, hidden))
+        out = sorted_.new_empty(entries, outputs // 2)
+        arguments = (sorted_, up, routed.ends, shares, out, hidden, outputs, experts, _bits(limit))
+        self._run("gated", _expert_ctas(up, entries), arguments, 16 * hidden)
+        return out
+
+    def experts_down(self, gated: Tensor, down: Tensor, routed: Routed) -> Tensor:
+        """gated [N, width], in the order of experts, through down [E, hidden, width] -> [N, hidden]."""
+        entries, width = gated.shape
+        experts, outputs, _ = down.shape
+        self._demand_experts(down, (experts, outputs, width))
+        self._demand(gated, self.dtype, (entries, width))
+        out = gated.new_empty(entries, outputs)
+        arguments = (gated, down, routed.ends, out, width, outputs, experts)
+        self._run("plain", _expert_ctas(down, entries), arguments, 16 * width)
+        return out
+
+    def _demand_experts(self, weights: Tensor, shape: tuple[int, int, int]) -> None:
+        self._demand(weights, self.dtype, shape)
+        experts, outputs, width = shape
+        if experts > _MAX_EXPERTS or width % 256 or outputs % (2 * _PAIRS_PER_ITEM) or 16 * width > _MAX_SHARED:
+            most = _MAX_SHARED // 16
+            allowed = f"up to {_MAX_EXPERTS} experts, outputs by {2 * _PAIRS_PER_ITEM}, width by 256, up to {most}"
+            raise self._unfit(weights, allowed)
 
     def gather_sum(self, shared: Tensor, sorted_: Tensor, routed: Routed) -> Tensor:
         """shared [R, width] plus the sum of each row's K results among sorted_ [R K, width] -> [R, width]."""
@@ -199,7 +241,7 @@ class V4Step:
         self._demand(sorted_, self.dtype, (len(routed.place), width))
         out = torch.empty_like(shared)
         arguments = (shared, sorted_, routed.place, out, len(routed.place) // rows, width)
-        self._launch("sum", rows * -(-width // ROW_VALUES), arguments)
+        self._run("sum", rows * -(-width // ROW_VALUES), arguments)
         return out
 
     def softmax(self, scores: Tensor, hidden: Tensor, sinks: Tensor, scale: float) -> Tensor:
@@ -209,7 +251,7 @@ class V4Step:
         self._demand(hidden, torch.bool, (batch, n), aligned=False)
         self._demand(sinks, torch.float32, (heads,))
         out = torch.empty(scores.shape, dtype=self.dtype, device=scores.device)
-        self._launch("softmax", batch * heads, (scores, hidden, sinks, out, heads, n, _bits(scale)))
+        self._run("softmax", batch * heads, (scores, hidden, sinks, out, heads, n, _bits(scale)))
         return out
 
     def complete(
@@ -245,7 +287,7 @@ class V4Step:
         self._demand(norm, torch.float32, (dim,))
         rings = (pending, pending.stride(0), ring, width, slots, num_tokens, table, table_width)
         to = (pages, pages.stride(0), rows_per_page, dim, 2 * len(frequencies), ratio, _bits(eps))
-        self._launch("complete", batch, (*rings, norm, frequencies, *to))
+        self._run("complete", batch, (*rings, norm, frequencies, *to))
 
     def _demand(self, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, aligned: bool = True) -> None:
         rough = aligned and (x.data_ptr() % 16 or (dtype == self.dtype and x.shape[-1] % 8))
@@ -257,6 +299,22 @@ class V4Step:
         return ArgumentError(
             "a tensor does not fit the decode step", given=given, allowed=allowed, action="use PyTorch"
         )
+
+
+def takes_experts(up: Tensor, down: Tensor) -> bool:
+    """Whether ``experts_up`` and ``experts_down`` take such weights."""
+    widths = (up.shape[2], down.shape[2])
+    fits = all(width % 256 == 0 and 16 * width <= _MAX_SHARED for width in widths)
+    return (
+        fits and up.shape[0] <= _MAX_EXPERTS and not any(each.shape[1] % (2 * _PAIRS_PER_ITEM) for each in (up, down))
+    )
+
+
+def _expert_ctas(weights: Tensor, entries: int) -> int:
+    """Two a multiprocessor, or one an item of work where there are fewer."""
+    experts, outputs, _ = weights.shape
+    most = 2 * torch.cuda.get_device_properties(weights.device).multi_processor_count if weights.is_cuda else 3
+    return min(most, min(experts, entries) * outputs // (2 * _PAIRS_PER_ITEM))
 
 
 def _bits(value: float) -> int:

@@ -707,6 +707,10 @@ def say_kernels(report: Report, bench: Bench) -> None:
         passed = all(error < 5e-3 for error in errors.values())
         report.failed += not passed
         print(json.dumps({"case": f"graphs-kernels-{rows}", "passed": passed, "errors": errors}), flush=True)
+    for rows in (1, 8, 64):
+        ms, mb = deepseek_v4_graphs.expert_times(bench.network, rows)
+        rates = {name: round(mb / each / 1e3, 2) for name, each in ms.items()}
+        print(json.dumps({"case": f"graphs-experts-{rows}", "ms": ms, "MB": round(mb), "TB_s": rates}), flush=True)
 
 
 def captured_steps(bench: Bench, lengths: list[int]) -> Steps:

@@ -298,3 +298,27 @@ def eager_logits(network: DeepseekV4, kv: KvView, batch: Any) -> torch.Tensor:
     """A step as ``ModelRunner`` makes it."""
     rows = KvRows(kv, Workspace(batch), batch)
     return network.logits(network.streams(batch, rows), batch)
+
+
+def expert_times(network: DeepseekV4, rows: int) -> tuple[dict[str, float], float]:
+    """Milliseconds of the routed experts' products of the last layer, ours and PyTorch's; MB of their weights."""
+    config, weights, kernels = network.config, network.layers[-1].ffn, network.kernels
+    assert kernels is not None
+    generator = torch.Generator(network.device).manual_seed(rows)
+    x = torch.randn(rows, config.hidden_size, generator=generator, device=network.device).to(network.embed)
+    logits = torch.randn(rows, config.num_experts, generator=generator, device=network.device)
+    bias, tokens = torch.zeros_like(logits[0]), torch.zeros_like(logits[:, 0]).long()
+    by = kernels.route(logits, bias, None, tokens, num_chosen=config.experts_per_token, scale=1.0)
+    spread, shares = kernels.spread(x, by)
+
+    def ours() -> torch.Tensor:
+        gated = kernels.experts_up(spread, shares, weights.up, by, config.swiglu_limit)
+        return kernels.experts_down(gated, weights.down, by)
+
+    def grouped() -> torch.Tensor:
+        gate_up = torch.nn.functional.grouped_mm(spread, weights.up.transpose(1, 2), offs=by.ends)
+        gated = kernels.swiglu(gate_up, shares, config.swiglu_limit)
+        return torch.nn.functional.grouped_mm(gated, weights.down.transpose(1, 2), offs=by.ends)
+
+    num_bytes = int((by.experts.flatten().bincount() > 0).sum()) * (weights.up[0].numel() + weights.down[0].numel()) * 2
+    return {"ours": _row(capture(ours).replay), "grouped_mm": _row(capture(grouped).replay)}, num_bytes / 1e6

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.errors import ArgumentError
-from kernels.v4_step_cells import V4_KERNELS, v4_step_cell
+from kernels.v4_step_cells import EXPERT_KERNELS, V4_KERNELS, experts_cell, v4_step_cell
 from kernels.v4_step_cuda import V4Step
 from tests.kernels.emulator import Emulator, needs_compiler
 from tests.kernels.v4_step_checks import SMALL, checks
@@ -29,9 +29,15 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         cell = v4_step_cell({torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], 4, 20)
         library = Emulator.build("v4_step.cpp", folder, [f"-D{name}={value}" for name, value in cell.defines])
 
-        def launch(name: str, ctas: int, arguments: tuple[torch.Tensor | int, ...]) -> None:
+        other = experts_cell({torch.bfloat16: "bf16", torch.float16: "f16"}[dtype])
+        experts = Emulator.build("experts_few.cpp", folder, [f"-D{name}={value}" for name, value in other.defines])
+
+        def launch(name: str, ctas: int, arguments: tuple[torch.Tensor | int, ...], shared_bytes: int) -> None:
             launched[name] = launched.get(name, 0) + 1
-            library.call(f"v4_{name}", ctas, *arguments, seed=3)
+            if name in EXPERT_KERNELS:
+                experts.call(f"v4_{name}", ctas, shared_bytes, *arguments, seed=3)
+            else:
+                library.call(f"v4_{name}", ctas, *arguments, seed=3)
 
         return V4Step(dtype, 4, 20, launch)
 
@@ -66,7 +72,7 @@ def test_a_model_says_the_same_through_them(make: Make) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     names: list[str] = []
-    step = V4Step(torch.bfloat16, 4, 20, lambda name, ctas, arguments: names.append(name))
+    step = V4Step(torch.bfloat16, 4, 20, lambda name, ctas, arguments, shared: names.append(name))
     streams, y = torch.zeros(2, 4, 64, dtype=torch.bfloat16), torch.zeros(2, 64, dtype=torch.bfloat16)
     with pytest.raises(ArgumentError, match="does not fit"):
         step.hyper_write(streams.transpose(0, 1), y, y, y)

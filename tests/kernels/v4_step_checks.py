@@ -15,12 +15,9 @@ from worker.models.deepseek_v4_hyper import HyperWeights, Mixing, mixing, read_s
 from worker.models.deepseek_v4_projections import normed
 from worker.models.deepseek_v4_rope import Rotation, rotate_last, rotation
 
-SMALL: dict[str, Any] = {
-    "hidden": 64, "heads": 3, "dim": 128, "rope": 64, "experts": 40, "chosen": 6, "width": 72, "keys": 150
-}  # fmt: skip
-FLASH: dict[str, Any] = {
-    "hidden": 4096, "heads": 64, "dim": 512, "rope": 64, "experts": 256, "chosen": 6, "width": 2048, "keys": 1160
-}  # fmt: skip
+_NAMES = ("hidden", "heads", "dim", "rope", "experts", "chosen", "width", "keys", "inner")
+SMALL = dict(zip(_NAMES, (256, 3, 128, 64, 20, 6, 72, 150, 256), strict=True))
+FLASH = dict(zip(_NAMES, (4096, 64, 512, 64, 256, 6, 2048, 1160, 2048), strict=True))
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -28,7 +25,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-20))
 
 
-def checks(step: V4Step, rows: int, sizes: dict[str, Any], device: torch.device) -> Iterator[tuple[str, float]]:
+def checks(step: V4Step, rows: int, sizes: dict[str, int], device: torch.device) -> Iterator[tuple[str, float]]:
     """Names and errors by norm; 0 or 1 for what must be the same."""
     size = SimpleNamespace(**sizes)
     generator = torch.Generator(device).manual_seed(rows)
@@ -103,6 +100,16 @@ def checks(step: V4Step, rows: int, sizes: dict[str, Any], device: torch.device)
     yield "swiglu", error(step.swiglu(gate_up, None, 3.0), plain.to(step.dtype))
     got = step.swiglu(gate_up, sorted_shares, 3.0)
     yield "swiglu shares", error(got, (plain * sorted_shares.unsqueeze(-1)).to(step.dtype))
+    up = random(size.experts, 2 * size.inner, hidden) * hidden**-0.5
+    down = random(size.experts, hidden, size.inner) * size.inner**-0.5
+    some = routed.experts.flatten().long()[at]
+    gate_up = torch.stack([row.float() @ up[expert].float().t() for row, expert in zip(spread, some, strict=True)])
+    plain = moe.clamped_swiglu(gate_up.to(step.dtype), 3.0, deterministic=False) * sorted_shares.unsqueeze(-1)
+    gated = plain.to(step.dtype)
+    yield "experts up", error(step.experts_up(spread, sorted_shares, up, routed, 3.0), gated)
+    want = torch.stack([row.float() @ down[expert].float().t() for row, expert in zip(gated, some, strict=True)])
+    yield "experts down", error(step.experts_down(gated, down, routed), want.to(step.dtype))
+    del up, down
     results, shared = random(len(at), hidden), random(rows, hidden)
     summed = torch.empty_like(results).index_copy_(0, at, results).view(rows, size.chosen, -1)
     want = (shared.float() + summed.sum(1, dtype=torch.float32)).to(step.dtype)

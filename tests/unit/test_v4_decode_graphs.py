@@ -124,7 +124,7 @@ def test_kernels_between_the_products_say_the_same(monkeypatch: pytest.MonkeyPat
     library = Emulator.build("v4_step.cpp", folder, [f"-D{name}={value}" for name, value in cell.defines])
     launched: set[str] = set()
 
-    def launch(name: str, ctas: int, arguments: tuple[torch.Tensor | int, ...]) -> None:
+    def launch(name: str, ctas: int, arguments: tuple[torch.Tensor | int, ...], shared_bytes: int) -> None:
         launched.add(name)
         library.call(f"v4_{name}", ctas, *arguments)
 

@@ -7,11 +7,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernels.v4_step_cuda import Routed, V4Step
+from kernels.v4_step_cuda import Routed, V4Step, takes_experts
 from worker.batch import DECODE_TILE, Batch
 from worker.models.deepseek_v4_config import DeepseekV4Config
 from worker.models.deepseek_v4_pieces import by_rows
 from worker.models.layers import Tiles, linear, swiglu
+
+FEW_ROWS = 64  # so few have few rows an expert
 
 
 class MoeWeights(NamedTuple):
@@ -102,6 +104,9 @@ def _by_kernels(
     gated = kernels.swiglu(linear(x, weights.shared_up, None, batch.tiles), None, limit)
     shared = linear(gated, weights.shared_down, None, batch.tiles)
     rows, shares = kernels.spread(x, by)
+    if len(x) <= FEW_ROWS and takes_experts(weights.up, weights.down):
+        gated = kernels.experts_up(rows, shares, weights.up, by, limit)
+        return kernels.gather_sum(shared, kernels.experts_down(gated, weights.down, by), by)
     gate_up = F.grouped_mm(rows, weights.up.transpose(1, 2), offs=by.ends)
     gated = kernels.swiglu(gate_up, shares, limit)
     return kernels.gather_sum(shared, F.grouped_mm(gated, weights.down.transpose(1, 2), offs=by.ends), by)
