@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import functools
+import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -48,11 +52,20 @@ class Emulator:
 
     @classmethod
     def build(cls, source: str | Path, folder: Path, options: Sequence[str] = (), timeout_s: float = 300) -> Emulator:
-        """Compile `source` (a name in cuda_on_cpu, or a path) with g++ and these further options into `folder`."""
-        path = HEADER_DIR / source  # an absolute path stays itself
-        number = len(list(folder.glob("*.so")))
-        target = folder / f"{path.stem}-{number}.so"
-        _compile(*options, "-include", str(_parsed_header()), str(path), "-o", str(target), "-lrt", timeout_s=timeout_s)
+        """Compile `source` with g++ and these further options.
+
+        source: a name in cuda_on_cpu, which is built once for all tests of a run; or a path, built into `folder`.
+        """
+        if isinstance(source, Path):
+            target = folder / f"{source.stem}-{len(list(folder.glob('*.so')))}.so"
+            _compile(source, target, options, timeout_s)
+            return cls(target)
+        digest = hashlib.blake2b(repr((source, list(options))).encode(), digest_size=16).hexdigest()
+        target = _shared_folder() / f"{digest}.so"
+        if not target.exists():
+            draft = target.with_suffix(f".{os.getpid()}")
+            _compile(HEADER_DIR / source, draft, options, timeout_s)
+            draft.rename(target)
         return cls(target)
 
     def call(self, name: str, *arguments: Argument, seed: int = 0, time_limit_s: int = 120) -> None:
@@ -75,7 +88,13 @@ class Emulator:
         return self._library[name]
 
 
-def _compile(*arguments: str, timeout_s: float = 300) -> None:
+def _compile(source: Path, target: Path, options: Sequence[str], timeout_s: float) -> None:
+    _run_compiler(
+        *options, "-include", str(_parsed_header()), str(source), "-o", str(target), "-lrt", timeout_s=timeout_s
+    )
+
+
+def _run_compiler(*arguments: str, timeout_s: float = 300) -> None:
     command = ["g++", *FLAGS, f"-I{HEADER_DIR}", f"-I{SOURCE_DIR}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode != 0:
@@ -87,12 +106,33 @@ def _parsed_header() -> Path:
     """A header that includes cta.h, with its precompiled form beside it: a third of each build went into reading the
     same C++ headers. Where an option changes what they say, g++ reads the header itself.
     """
-    folder = Path(tempfile.mkdtemp(prefix="tp-cta-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    header = folder / "parsed.h"
-    header.write_text('#include "cta.h"\n')
-    _compile("-x", "c++-header", str(header), "-o", f"{header}.gch")
+    header = _shared_folder() / "parsed.h"
+    compiled = header.with_suffix(".h.gch")
+    if not compiled.exists():
+        draft = header.with_suffix(f".{os.getpid()}.h")
+        draft.write_text('#include "cta.h"\n')
+        _run_compiler("-x", "c++-header", str(draft), "-o", f"{draft}.gch")
+        draft.rename(header)
+        Path(f"{draft}.gch").rename(compiled)
     return header
+
+
+@functools.cache
+def _shared_folder() -> Path:
+    """Of all processes of a test run; the last one removes it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")
+    folder = Path(tempfile.gettempdir()) / f"tp-cta-{os.getuid()}-{run}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    users = (folder / "users").open("w")
+    fcntl.flock(users, fcntl.LOCK_SH)
+
+    def leave() -> None:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(leave)
+    return folder
 
 
 def _as_c(argument: Argument) -> object:
