@@ -37,12 +37,24 @@ from protos.errors import TailpackError
 from router.sync_client import Tailpack
 from tests.bench.bench_gil import RESULTS, describe
 from tests.e2e.cluster import ClusterProcess, running
+from tests.scenarios.tiny_tokenizer import write_tokenizer
+from tests.unit.tiny import write_model
 from worker.child import STARTING
 
 PROMPT = "Tell a long story about a lighthouse keeper and the sea."
 MAX_TOKENS = 48
 KILL_AFTER = 16  # tokens
 SETTLE_S = 180.0
+SMOLLM2: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+}
 PARTS = ("detection", "process", "start", "imports", "weights", "attach", "engine", "doors", "first token")
 
 
@@ -138,7 +150,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @click.command()
 @click.option("--kills", default=10, show_default=True)
-@click.option("--model", default="smollm2", show_default=True)
+@click.option("--model", default="smollm2", show_default=True, help="Or `random`: of its shape, made on the spot.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--standby/--no-standby", default=False, show_default=True)
 @click.option("--weights-arena/--no-weights-arena", default=True, show_default=True)
@@ -152,7 +164,10 @@ def main(
     case = "standby" if standby else "restart"
     command = f"python -m tests.bench.bench_recovery --kills {kills} --model {model} {' '.join(flags)}"
     where = describe(command)
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), model, arguments) as cluster:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(Path(folder), _random(Path(folder) / "m") if model == "random" else model, arguments) as cluster,
+    ):
         calm = Stream(cluster.router)
         calm.wait_for(MAX_TOKENS)
         calm.join(SETTLE_S)
@@ -182,6 +197,12 @@ def main(
     for file in [*([records] if records else []), *([_results()] if record else [])]:
         with file.open("a") as out:
             out.write(json.dumps(line) + "\n")
+
+
+def _random(folder: Path) -> Path:
+    write_model(folder, **SMOLLM2)
+    write_tokenizer(folder)
+    return folder
 
 
 def _results() -> Path:

@@ -49,6 +49,7 @@ def test_a_gpu_is_used_where_one_is_there(model: Path, machine: dict[str, Any]) 
     assert [w.device for w in workers] == [f"cuda:{gpu.uuid}" for gpu in GPUS]
     assert [w.gpu_uuid for w in workers] == [gpu.uuid for gpu in GPUS]
     assert [actor_options(w)["num_gpus"] for w in workers] == [1, 1]
+    assert [actor_options(w, standby=True)["num_gpus"] for w in workers] == [0, 0]  # Ray knows one holder of a GPU
     assert config(model).gpus == GPUS[:1]
     assert config(model, dtype="float16").dtype == "float16"
 
