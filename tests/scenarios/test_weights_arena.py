@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -122,10 +123,15 @@ def ask(store: StoreProcess, memory: str = "host") -> Lease:
     return use_weights(store.socket, worker_id="w", key=KEY, memory=memory, model="m")
 
 
+def given_up(store: StoreProcess) -> int:
+    return sum(line["event"] == "weights given up" for line in store.log())
+
+
 @pytest.mark.parametrize("what", ["layout", "bytes", "digest"])
 def test_weights_that_do_not_fit_are_refused_by_name_and_made_anew(
     store: StoreProcess, model: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = given_up(store)
     with monkeypatch.context() as patch:
         give = Lease.give
 
@@ -142,7 +148,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_made_anew(
         open_model(config_at(store, model))[1].close()
     opened, lease = open_model(config_at(store, model))
     assert same(opened, load_model(config_for(model)))
-    assert any(line["event"] == "weights given up" for line in store.log())
+    assert given_up(store) == before + 1
     (told,) = store.stats().weights
     assert told.users == 1
     lease.close()
@@ -242,7 +248,9 @@ def test_what_a_store_is_told_of_weights_is_checked(store: StoreProcess) -> None
 def test_memory_that_can_change_is_not_taken(store: StoreProcess, what: str) -> None:
     memory = Memory((os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING),), 4096)
     os.ftruncate(memory.fd, 4096 if what == "writable" else 8192)
-    if what != "writable":
+    if what == "writable":
+        fcntl.fcntl(memory.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    else:
         memory.seal()
     lease = ask(store)
     tensor = kvstore_pb2.WeightsTensor(name="t")
