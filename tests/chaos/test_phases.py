@@ -120,10 +120,7 @@ STANDSTILLS = [
 # Errors of a device in a worker that lives; the second one while it adopts what the first has left.
 FAILURES = [
     ("in a step", "dense", ["fail:worker.model_runner:ModelRunner.run:30"]),
-    ("in a step, packed", "turboquant", ["fail:worker.model_runner:ModelRunner.run:30"]),
     ("packing", "turboquant", ["fail:worker.kv_moves:pack:20"]),
-    ("in its first step", "dense", [MID_DECODE, "fail:worker.model_runner:ModelRunner.run:1"]),
-    ("bringing tails back", "turboquant", [MID_DECODE, f"fail:{HELD}:SequenceKv.recover:1"]),
     ("half adopted", "turboquant", [MID_DECODE, f"fail:{HELD}:SequenceKv._take:2"]),
 ]
 
