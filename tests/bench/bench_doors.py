@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ import psutil
 
 from protos import kserve_pb2, kserve_pb2_grpc, rpc
 from router.client import AsyncTailpack, build_request
-from tests.bench.bench_router import CASES, ROOT, Case, Counted, cores, record, spawn
+from tests.bench.bench_router import CASES, ROOT, Case, Counted, Measured, cores, record, spawn
 from tests.scenarios.http_harness import read_chunk, read_head, request_bytes
 from tests.scenarios.tiny_tokenizer import write_tokenizer
 
@@ -40,7 +39,7 @@ Caller = Callable[[str, str, Case, Counted], Coroutine[Any, Any, None]]
 
 async def grpc_caller(address: str, http: str, case: Case, counted: Counted) -> None:
     request = build_request(PROMPT, max_tokens=case.tokens or 1 << 20)
-    async with AsyncTailpack(address) as client:
+    async with AsyncTailpack(address, session=False) as client:
         while True:
             async for chunk in client.stream(request):
                 counted.messages += 1
@@ -151,13 +150,13 @@ async def run(seconds: float, repeats: int, command: str) -> list[dict[str, Any]
                     values[door].append(await measure(door, case, model, seconds))
                 loads.append(psutil.getloadavg()[0])
             for door in ("http", "kserve"):
-                line = record(case, values[door], values["grpc"], values["grpc"], loads, command)
-                del line["forwarder"]  # the gRPC API's own comparison
+                both = zip(values[door], values["grpc"], loads, strict=True)
+                line = record(case, [Measured(value, grpc, None, None, load) for value, grpc, load in both], command)
+                del line["forwarder"], line["generate"]  # the gRPC API's own comparisons
                 line |= {"bench": "doors", "case": f"{door}-{case.name}", "floor_by": "the router's gRPC API, same run"}
                 line["limit"] = None  # issue 7 asks nothing of these doors
                 records.append(line)
-                grpc = statistics.median(values["grpc"])
-                print(f"{line['case']:36} {line['value']:>10.1f} {case.unit:12} grpc {grpc:.1f}", flush=True)
+                print(f"{line['case']:36} {line['value']:>10.1f} {case.unit:12} grpc {line['floor']:.1f}", flush=True)
     return records
 
 

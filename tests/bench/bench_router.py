@@ -10,11 +10,11 @@ grpc.aio costs of the router's work, and what lies above it is the router's own.
 
 Cases: `request-*`: the whole life of a request of one token, from closed loops of callers, each as a call of Generate;
 `session-*`: the same in one session of many calls, beside the same by Generate (`generate`), also at random times, so
-that hardly two come together; `stats-*`, `infer-*`: plain unary calls, of nothing and of a KServe inference of one
-token; `relay-*`: messages of running streams at a pace; `tokens-*`: streams of a worker that never rests, so many
-tokens a message or more; `ttft-half-load`: the first token as a caller sees it, less the same on the bare server. There
-requests come at random, at half the rate that takes the router's whole core by `request-64-callers-at-once`. Bare
-server and forwarder have no sessions: theirs are calls of Generate.
+that hardly two come together; `stats-*`: a plain unary call; `relay-*`: messages of running streams at a pace;
+`tokens-*`: streams of a worker that never rests, so many tokens a message or more; `ttft-half-load`: the first token as
+a caller sees it, less the same on the bare server. There requests come at random, at half the rate that takes the
+router's whole core by `request-64-callers-at-once`. Bare server and forwarder have no sessions: theirs are calls of
+Generate.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import Any
 import grpc
 import psutil
 
-from protos import kserve_pb2, kserve_pb2_grpc, router_pb2, router_pb2_grpc, rpc
+from protos import router_pb2, router_pb2_grpc, rpc
 from router.async_session import AsyncSession
 from router.client import AsyncTailpack, build_request
 from router.client_session import Lost
@@ -58,7 +58,7 @@ CALLERS_AT_ONCE = 64
 @dataclass(frozen=True)
 class Case:
     """streams: at one time. every_s: between a worker's steps. per_step: tokens of each stream in one. tokens: of each
-    answer; None goes on until the time is over. door: "generate", "session", "infer" or "stats". rate: of requests a
+    answer; None goes on until the time is over. door: "generate", "session" or "stats". rate: of requests a
     second, at random times; None: closed loops.
     """
 
@@ -85,7 +85,6 @@ CASES = [
     Case("session-at-random-500-a-second", "us/request", every_s=0.001, tokens=1, door="session", rate=500.0),
     Case("session-relay-64-streams-1-token", "us/message", every_s=0.02, door="session", limit=75.0),
     Case("stats-64-callers", "us/call", door="stats", limit=350.0),
-    Case("infer-64-callers-at-once", "us/call", tokens=1, door="infer", limit=350.0),
     Case("ttft-half-load", TTFT, tokens=1, limit=1.0),
     Case("relay-64-streams-1-token", "us/message", every_s=0.02, limit=75.0),
     Case("relay-64-streams-8-tokens", "us/message", every_s=0.02, per_step=8, limit=75.0),
@@ -130,7 +129,6 @@ class Callers:
         self.waits_s: list[float] = []
         self._process = psutil.Process(server.pid)
         self._stub = router_pb2_grpc.RouterStub(channel)
-        self._inference = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
         self._session = session
         self._numbers = itertools.count()
 
@@ -161,19 +159,12 @@ class Callers:
         finally:
             call.cancel()
 
-    async def _unary(self, case: Case) -> None:
-        if case.door == "stats":
-            await self._stub.Stats(router_pb2.StatsRequest())
-        else:
-            own_id = (("x-request-id", f"bench-{id(self)}-{next(self._numbers)}"),)
-            await self._inference.ModelInfer(inference_request(case.tokens or 1), metadata=own_id)
-        self.counted.requests += 1
-
     async def closed_loop(self, case: Case) -> None:
         request = build_request(PROMPT, max_tokens=case.tokens or 1 << 20)
         while True:
             if case.unit == "us/call":
-                await self._unary(case)
+                await self._stub.Stats(router_pb2.StatsRequest())
+                self.counted.requests += 1
             else:
                 await self.answer(request)
 
@@ -204,13 +195,6 @@ class Callers:
             if isinstance(ended, Exception):
                 raise ended
         return counted
-
-
-def inference_request(max_tokens: int) -> kserve_pb2.ModelInferRequest:
-    request = kserve_pb2.ModelInferRequest(model_name="tiny")
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
-    request.parameters["max_tokens"].int64_param = max_tokens
-    return request
 
 
 @asynccontextmanager
@@ -295,9 +279,7 @@ async def bed(case: Case, model: Path) -> AsyncIterator[tuple[Server, Server, Se
 
 @dataclass(frozen=True)
 class Measured:
-    """In the case's unit. floor: a bare server's. forwarder, generate: what costs the same work by other ways; None
-    where there is no such.
-    """
+    """In the case's unit. floor: a bare server's. forwarder, generate: of the same by these ways; None: no such."""
 
     value: float
     floor: float
@@ -319,7 +301,7 @@ async def measure(case: Case, model: Path, seconds: float) -> Measured:
             floor, forwarded = [await cost(each, case, seconds, ways) for each in (bare, forwarder)]
             if case.door == "session":
                 generate = await cost(router, case, seconds, "generate")
-        return Measured(value, floor, forwarded if case.door != "infer" else None, generate, psutil.getloadavg()[0])
+        return Measured(value, floor, forwarded, generate, psutil.getloadavg()[0])
 
 
 def record(case: Case, measured: list[Measured], command: str) -> dict[str, Any]:

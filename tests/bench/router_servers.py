@@ -10,8 +10,6 @@ from typing import Any
 
 from protos import (
     errors,
-    kserve_pb2,
-    kserve_pb2_grpc,
     router_pb2,
     router_pb2_grpc,
     rpc,
@@ -19,7 +17,6 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.kserve import SERVICE_NAME as KSERVE_NAME
 from router.service import SERVICE_NAME
 from tests.scenarios.fake_worker import SERVICE_NAME as WORKER_NAME
 from tests.scenarios.fake_worker import worker_info
@@ -145,16 +142,6 @@ class BareRouter(router_pb2_grpc.RouterServicer):
         return router_pb2.StatsResponse()
 
 
-class BareInference(kserve_pb2_grpc.GRPCInferenceServiceServicer):
-    """The floor of a unary call that answers a text."""
-
-    async def ModelInfer(self, request: Any, context: Any) -> kserve_pb2.ModelInferResponse:
-        response = kserve_pb2.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
-        output = response.outputs.add(name="text_output", datatype="BYTES", shape=[1])
-        output.contents.bytes_contents.append(b"text")
-        return response
-
-
 class Forwarder(BareRouter):
     """What grpc.aio costs between callers and a worker: hands on requests and outputs, and does nothing else."""
 
@@ -215,8 +202,5 @@ async def serve(role: str, every_s: float, per_step: int, worker: str = "") -> N
         forwarder = Forwarder()
         session = asyncio.create_task(forwarder.run(worker))
         server.add(router_pb2_grpc.add_RouterServicer_to_server, forwarder, SERVICE_NAME)
-    if role != "worker":
-        inference: Any = BareInference()  # type: ignore[abstract]  # the rest is not called
-        server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, inference, KSERVE_NAME)
     print(json.dumps({"address": await server.start("127.0.0.1:0")}), flush=True)
     await asyncio.wait([asyncio.create_task(asyncio.sleep(LIFE_S)), *([session] if session else [])])
