@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 import torch
 
+from kernels.linear_cuda import ROW_TYPES
 from protos.errors import ConfigError, PreconditionFailed
 from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
 from worker.decode_graphs import BUCKETS, DecodeGraphs
@@ -26,6 +27,7 @@ from worker.models.deepseek_v4_kv_rows import KvRows
 from worker.models.gpu_attention import GpuAttention
 from worker.models.layers import Tiles
 from worker.models.llama import Llama
+from worker.models.llama_fused import FusedLlama
 from worker.sampler import Drawn, logprobs
 from worker.scheduler import Work
 from worker.sequence import Sequence as Seq
@@ -101,6 +103,7 @@ class ModelRunner:
         self._attend: Attend = attend
         self._on_gpu = pages is not None
         on_gpu: GpuAttention | None = None
+        self._fused: FusedLlama | None = None
         if pages is not None:
             with _current(network.device):
                 if isinstance(network, Llama):
@@ -111,6 +114,7 @@ class ModelRunner:
                         max_sequence_tokens=max_sequence_tokens,
                     )
                     on_gpu.load()
+                    self._fused = fused(network)
                 if decode_graphs:
                     graphs = DecodeGraphs(
                         network,
@@ -246,7 +250,8 @@ class ModelRunner:
         if isinstance(network, DeepseekV4):
             streams = network.streams(batch, KvRows(self._kv, workspace, batch))
             return network.logits(streams, batch), streams
-        return network.forward(batch, self._kv, workspace, self._attend), None
+        forward = network.forward if self._fused is None else self._fused.forward
+        return forward(batch, self._kv, workspace, self._attend), None
 
 
 def _capturable(network: Network, kv: KvView, deterministic: bool) -> bool:
@@ -256,6 +261,11 @@ def _capturable(network: Network, kv: KvView, deterministic: bool) -> bool:
     if isinstance(network, Llama):
         return True
     return not deterministic and not any(g.name == COMPRESSED and g.packed for g in kv.geometry.groups)
+
+
+def fused(network: Llama) -> FusedLlama | None:
+    """None: there are no kernels for its dtype."""
+    return FusedLlama(network) if network.embed.dtype in ROW_TYPES else None
 
 
 class Stopwatch:

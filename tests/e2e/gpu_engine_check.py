@@ -5,6 +5,7 @@
 
 same: in deterministic mode a sequence's greedy tokens are the same alone, in a batch of 8, after preemption, after a
 fork, and computed again from tokens emitted elsewhere; alone and in the batch also its log-probabilities, bit for bit.
+fused: prompts by the steps' own kernels against PyTorch's operators.
 cost: a step of deterministic mode against one of the default. idle: the engine's step against bare replays of the same
 graph, what of it the host works and waits. prefill: 16 sequences that decode while a prompt of 100,000 tokens is
 computed: gaps between their tokens undisturbed and disturbed, the prompt's time to first token, alone too, and its MFU.
@@ -250,6 +251,30 @@ def same(model: Model, device: str, mode: str, sizes: Sizes) -> dict[str, Any]:
     return facts
 
 
+def fused(model: Model, device: str, mode: str, sizes: Sizes) -> dict[str, Any]:
+    """Prompts by the steps' kernels and by PyTorch's operators: log-probabilities of first tokens, and times."""
+    config = config_of(device, **MODES[mode])
+    facts: dict[str, Any] = {"ok": True}
+    with Driven(model, config, max(sizes.lengths) + 8) as driven:
+        runner = driven.engine._runner
+        told = {}
+        for name, forward in (("fused", runner._fused), ("plain", None), ("fused again", runner._fused)):
+            runner._fused = forward
+            at = time.perf_counter()
+            for i, length in enumerate(sizes.lengths):
+                driven.submit(f"{name} {i}", prompt(i, length), 2, logprobs=3)
+            driven.run()
+            facts[f"{name}_s"] = round(time.perf_counter() - at, 3)
+            told[name] = [driven.logprobs(f"{name} {i}") for i in range(len(sizes.lengths))]
+            facts[f"{name}_tokens"] = [driven.tokens(f"{name} {i}") for i in range(len(sizes.lengths))]
+        pairs = zip(told["fused"], told["plain"], strict=True)
+        facts["largest_difference"] = max(abs(a[0] - b[0]) for a, b in pairs)
+        same_first = [a[0] == b[0] for a, b in zip(facts["fused_tokens"], facts["plain_tokens"], strict=True)]
+        facts["same_first_tokens"] = sum(same_first)
+        facts["ok"] = facts["largest_difference"] < 0.1 and 2 * sum(same_first) > len(same_first)
+    return facts
+
+
 # --- times ---
 
 
@@ -492,7 +517,7 @@ def allocations(device: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="same,idle,prefill,cost", help="parts, in this order; commas between")
+    parser.add_argument("--only", default="same,fused,idle,prefill,cost", help="parts, in this order; commas between")
     parser.add_argument("--modes", default="dense,tq4", help="of same, prefill; the first of cost")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, to try the script")
     parser.add_argument("--seconds", type=float, default=200.0, help="no case begins after so long")
@@ -542,6 +567,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if part == "same":
             for mode in modes:
                 case(part, mode, partial(same, model, device, mode, sizes))
+        elif part == "fused":
+            for mode in modes:
+                case(part, mode, partial(fused, model, device, mode, sizes))
         elif part == "cost":
             case(part, modes[0], partial(cost, model, device, modes[0], sizes))
         elif part == "idle":

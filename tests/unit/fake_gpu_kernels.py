@@ -30,7 +30,7 @@ from kernels.pages_cuda import PAGE_TOKENS, PageGroup, PageRows
 from kernels.prefill import DenseHistory, History, attend_chunk
 from kernels.record_sizes import SCALE_BYTES, code_bytes
 from kernels.widths import PRESETS
-from worker import weights
+from worker import model_runner, weights
 from worker.models import gpu_attention
 
 ARCH = "sm_90a"
@@ -53,6 +53,7 @@ class FakeGpuKernels:
         monkeypatch.setattr(gpu_attention, "attend_chunk", _attend_chunk)
         monkeypatch.setattr(decode, "_current_stream", lambda index: 0)
         monkeypatch.setattr(loader, "load", self._load)
+        monkeypatch.setattr(model_runner, "fused", lambda network: None)  # a CPU's own operators, to its own bits
         monkeypatch.setattr(loader, "PreparedLaunch", partial(_DecodeLaunch, self))
         monkeypatch.setattr(pages_cuda, "_launch", self._launch_pages)
 

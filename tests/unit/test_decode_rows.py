@@ -19,6 +19,7 @@ from worker import engine as engine_module
 from worker import model_runner
 from worker.decode_graphs import DecodeGraphs
 from worker.decode_rows import DecodeRows
+from worker.models.llama_fused import FusedLlama
 from worker.sampler import sample
 
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -113,6 +114,18 @@ def test_the_device_learns_what_was_sealed(pair: Callable[..., tuple[Harness, Ha
     assert state.row_words("base full", 1).tolist() == [128]
     assert state.table("full", 1)[0, :2].tolist() == [*sequence.pages["full"], -1]
     assert state.row_words("num_tokens", 1).tolist() == [len(sequence.token_ids)]
+
+
+@pytest.mark.parametrize("mode", ["dense", "tq4"])
+def test_prompts_by_the_steps_kernels_give_the_same_tokens(
+    pair: Callable[..., tuple[Harness, Harness]], mode: str
+) -> None:
+    """Norms, rotary embedding and SwiGLU by the kernels against PyTorch's, chunk by chunk and in mixed company."""
+    plain, fused = pair(prefill_chunk=32, **MODES[mode])
+    runner: Any = fused.engine._runner
+    runner._fused = FusedLlama(runner._network)
+    requests = [request(f"r{i}", prompt(i, length), 3) for i, length in enumerate((40, 3, 50))]
+    assert fused.run(*requests) == plain.run(*requests)
 
 
 @pytest.mark.parametrize("settings", [{"device": "cpu:0"}, {"device": "cuda:0", "drafts": 1}])
