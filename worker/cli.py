@@ -293,6 +293,11 @@ def one_worker_options(command: Any) -> Any:
         advanced_option("--max-waiting", default=1024, show_default=True, help="Sequences that may queue."),
         advanced_option("--max-sequence-tokens", default=0, help="Prompt and output together.  [default: the model's]"),
         advanced_option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a step, at most."),
+        advanced_option(
+            "--step-time-budget-ms",
+            default=-1,
+            help="Of a step in which others decode: prompts are cut to it. 0: none.  [default: 2.5 times the decoding]",
+        ),
         advanced_option("--threads", default=0, help="Of the CPU's products.  [default: one per core]"),
         advanced_option(
             "--kv-reattach-s", default=60, show_default=True, help="How long to wait for another kvstore if it dies."
