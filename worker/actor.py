@@ -21,21 +21,18 @@ import structlog
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from protos import logs, rpc, tracing
-from protos.errors import ConfigError, TailpackError
+from protos.errors import TailpackError
 from protos.metrics import OFF
 from protos.tls import ServerTls
-from worker.child import STARTING
 from worker.config import WorkerConfig
-from worker.laps import Laps, process_age_ms
-from worker.turn import Turn
+from worker.standby import begin
 
 if TYPE_CHECKING:  # both bring torch, which takes seconds: not before somebody waits for it
     from worker.gpu import Gpu
-    from worker.shell import Prepared, Running
+    from worker.shell import Running
 
 log = structlog.get_logger("worker")
 
-PORTS_S = 5.0
 LAST_WORDS_S = 5.0
 """How long a worker that could not start stays to tell ``ready`` why, before Ray restarts it."""
 
@@ -127,29 +124,11 @@ class WorkerActor:
         stop = asyncio.Event()
         self._stop = (asyncio.get_running_loop(), stop)
         config = WorkerConfig.from_dict(self._config)
-        turn, prepared, stood_by_s = Turn(Turn.path(config.kv_socket, config.worker_id)), None, 0.0
-        if not turn.take():  # another process is this worker, or is just ending
-            came, since = turn.wait(), time.monotonic()
-            from worker import shell
-
-            preparing = asyncio.create_task(self._stand_by(config))
-            if not await _either(came, stop):
-                return
-            stood_by_s = time.monotonic() - since
-        log.info(
-            STARTING,
-            worker=config.worker_id,
-            pid=os.getpid(),
-            process_ms=process_age_ms(),
-            stood_by_s=round(stood_by_s, 3),
-        )
-        laps = Laps()
+        begun = await begin(config, stop, self._listen, self._metrics)
+        if begun is None:
+            return
         from worker import shell
 
-        laps.lap("imports")
-        if stood_by_s:
-            prepared = await preparing
-            await _until_free(self._listen, self._metrics)
         traces = tracing.configure("worker", self._otlp_endpoint)
         try:
             await shell.serve(
@@ -161,19 +140,12 @@ class WorkerActor:
                 metrics=self._metrics,
                 tls=self._tls,
                 tracing=traces,
-                laps=laps,
-                prepared=prepared,
+                laps=begun.laps,
+                prepared=begun.prepared,
             )
         finally:
             if traces is not None:
                 traces.stop()
-
-    async def _stand_by(self, config: WorkerConfig) -> Prepared | None:
-        from worker import shell
-
-        prepared = await asyncio.to_thread(shell.stand_by, config)
-        log.info("worker standing by", worker=config.worker_id, pid=os.getpid(), weights_mapped=prepared is not None)
-        return prepared
 
     def _on_ready(self, running: Running) -> None:
         info = running.info
@@ -181,30 +153,6 @@ class WorkerActor:
         self._ready.set_result(
             Ready(running.address, info.worker_id, info.incarnation, os.getpid(), longest, running.metrics)
         )
-
-
-async def _either(came: asyncio.Event, stop: asyncio.Event) -> bool:
-    """Waits for one of them; whether it is not ``stop``."""
-    waits = [asyncio.create_task(event.wait()) for event in (came, stop)]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waits:
-            each.cancel()
-    return not stop.is_set()
-
-
-async def _until_free(*addresses: str) -> None:
-    """A process that ends gives its lock back before the last of its ports; who is in the way longer is named later."""
-    deadline = time.monotonic() + PORTS_S
-    for address in addresses:
-        while address != OFF and time.monotonic() < deadline:
-            try:
-                rpc.check_free(address)
-            except ConfigError:
-                await asyncio.sleep(0.01)
-            else:
-                break
 
 
 def actor_options(config: WorkerConfig, *, standby: bool = False) -> dict[str, Any]:

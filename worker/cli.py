@@ -343,6 +343,11 @@ def worker_group() -> None:
 @advanced_option(
     "--metrics", default=OFF, show_default=True, metavar="HOST:PORT", help="Where Prometheus finds /metrics, or none."
 )
+@advanced_option(
+    "--standby",
+    is_flag=True,
+    help="Of two such processes with one worker id and one port, one is the worker, and the other takes over.",
+)
 def serve(
     model: str,
     listen: str,
@@ -354,6 +359,7 @@ def serve(
     otlp_endpoint: str | None,
     log_json: bool | None,
     name: str | None,
+    standby: bool,
     **settings: Any,
 ) -> None:
     """Serve one model from this process, without Ray, in the foreground. SIGTERM or Ctrl-C drains it.
@@ -363,6 +369,7 @@ def serve(
     from worker import shell
     from worker.cluster_config import resolve_model
     from worker.config import WorkerConfig
+    from worker.standby import begin
 
     logs.configure("worker", log_json)
     tls = server_tls(tls_cert, tls_key, tls_client_ca)
@@ -375,6 +382,9 @@ def serve(
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        begun = await begin(config, stop, listen, metrics) if standby else None
+        if standby and begun is None:
+            return
         await shell.serve(
             config,
             listen,
@@ -384,6 +394,8 @@ def serve(
             metrics=metrics,
             tls=tls,
             tracing=traces,
+            laps=begun.laps if begun else None,
+            prepared=begun.prepared if begun else None,
         )
 
     try:

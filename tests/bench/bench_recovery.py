@@ -21,25 +21,33 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from protos.errors import TailpackError
 from router.sync_client import Tailpack
-from tests.bench.bench_gil import RESULTS, describe
 from tests.e2e.cluster import ClusterProcess, running
 from tests.scenarios.tiny_tokenizer import write_tokenizer
 from tests.unit.tiny import write_model
 from worker.child import STARTING
+from worker.cluster_config import resolve_model
+
+RESULTS = Path(__file__).parent / "results"
 
 PROMPT = "Tell a long story about a lighthouse keeper and the sea."
 MAX_TOKENS = 48
@@ -108,7 +116,66 @@ def events(log: Path) -> list[dict[str, Any]]:
     return found
 
 
-def one_kill(cluster: ClusterProcess, expected: str, stand_by: bool) -> dict[str, float]:
+class WithoutRay:
+    """kvstore, router and a worker, two processes of it with ``standby``; whichever dies is started anew at once."""
+
+    def __init__(self, folder: Path, model: Path, device: str, options: Sequence[str], *, standby: bool) -> None:
+        self.folder = folder
+        (folder / "logs").mkdir()
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._commands: dict[str, list[str]] = {}
+        self._over = threading.Event()
+        self._start("kvstore", ["kvstore", "serve", "--socket-dir", str(folder / "kv")])
+        self._ready("kvstore")
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            worker = f"127.0.0.1:{probe.getsockname()[1]}"
+        serve = ["worker", "serve", "--standby", "--model", str(model), "--kv-socket", f"{folder}/kv/kvstore.sock"]
+        serve += ["--listen", worker, "--device", "cuda:0" if device == "cuda" else "cpu:0", "--deterministic"]
+        serve += ["--arena-bytes", "256M", *options]
+        self._start("worker-0", serve)
+        _until(lambda: any(each["event"] == "worker ready" for each in self.events("worker-0")), "a worker")
+        if standby:
+            self._start("worker-0 again", serve)
+        route = ["router", "serve", "--listen", "127.0.0.1:0", "--http", "none", "--model-dir", str(model)]
+        self._start("router", [*route, "--worker", worker])
+        self.router = str(self._ready("router")["address"])
+        with Tailpack(self.router) as client:
+            _until(lambda: any(each.state == "ready" for each in client.list_workers()), "a router with a worker")
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return events(self.folder / "logs" / f"{name}.log")
+
+    def _start(self, name: str, arguments: list[str]) -> None:
+        self._commands[name] = arguments
+        with (self.folder / "logs" / f"{name.split()[0]}.log").open("ab") as log:
+            command = [sys.executable, "-m", "protos.cli", *arguments, "--log-json"]
+            self._processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+
+    def _ready(self, name: str) -> dict[str, Any]:
+        out = self._processes[name].stdout
+        assert out is not None
+        told: dict[str, Any] = json.loads(out.readline())
+        return told
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            for name, process in list(self._processes.items()):
+                if process.poll() is not None:
+                    self._start(name, self._commands[name])
+
+    def __enter__(self) -> WithoutRay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        time.sleep(0.05)
+        for process in self._processes.values():
+            process.kill()
+            process.wait(30)
+
+
+def one_kill(cluster: ClusterProcess | WithoutRay, expected: str, stand_by: bool) -> dict[str, float]:
     """Milliseconds of each part, and of all."""
     worker_log, router_log = (cluster.folder / "logs" / name for name in ("worker-0.log", "router.log"))
     pid = [each["pid"] for each in events(worker_log) if each["event"] == STARTING][-1]
@@ -154,20 +221,36 @@ def percentile(values: Sequence[float], share: float) -> float:
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--standby/--no-standby", default=False, show_default=True)
 @click.option("--weights-arena/--no-weights-arena", default=True, show_default=True)
+@click.option("--ray/--no-ray", default=True, show_default=True, help="Without: processes started by this one.")
+@click.option("--commit", default="", help="Where there is no git.")
 @click.option("--records", type=click.Path(dir_okay=False, path_type=Path), help="Append the line to this file.")
 @click.option("--record", is_flag=True, help="Append it under tests/bench/results.")
 def main(
-    kills: int, model: str, device: str, standby: bool, weights_arena: bool, records: Path | None, record: bool
+    kills: int,
+    model: str,
+    device: str,
+    standby: bool,
+    weights_arena: bool,
+    ray: bool,
+    commit: str,
+    records: Path | None,
+    record: bool,
 ) -> None:
-    flags = (["--standby"] if standby else []) + ([] if weights_arena else ["--no-weights-arena"])
-    arguments = ["--deterministic", "--device", device, "--kv-bytes", "256M", *flags]
-    case = "standby" if standby else "restart"
-    command = f"python -m tests.bench.bench_recovery --kills {kills} --model {model} {' '.join(flags)}"
-    where = describe(command)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(Path(folder), _random(Path(folder) / "m") if model == "random" else model, arguments) as cluster,
-    ):
+    options = [] if weights_arena else ["--no-weights-arena"]
+    flags = [*(["--standby"] if standby else []), *options]
+    command = f"python -m tests.bench.bench_recovery --kills {kills} --model {model} --device {device} "
+    command += " ".join([*flags, *([] if ray else ["--no-ray"])])
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="tpr") as top, ExitStack() as running_here:
+        folder = Path(top)
+        source = _random(folder / "m") if model == "random" else model
+        cluster: ClusterProcess | WithoutRay
+        if ray:
+            arguments = ["--deterministic", "--device", device, "--kv-bytes", "256M", *flags]
+            cluster = running_here.enter_context(running(folder, source, arguments))
+        else:
+            cluster = WithoutRay(folder, resolve_model(str(source))[0], device, options, standby=standby)
+            running_here.enter_context(cluster)
         calm = Stream(cluster.router)
         calm.wait_for(MAX_TOKENS)
         calm.join(SETTLE_S)
@@ -176,9 +259,10 @@ def main(
             rounds.append(one_kill(cluster, calm.text, standby))
             click.echo(f"kill {number + 1}: {rounds[-1]}", err=True)
     times = [each["all"] for each in rounds]
+    case = f"{'standby' if standby else 'restart'}, weights {'mapped' if weights_arena else 'loaded'}"
     line = {
         "bench": "recovery",
-        "case": f"{case}, weights {'mapped' if weights_arena else 'loaded'}, {model}, {device}",
+        "case": f"{case}, {model}, {device}{'' if ray else ', no Ray'}",
         "value": statistics.median(times),
         "unit": "ms",
         "spread": [min(times), max(times)],
@@ -191,12 +275,28 @@ def main(
         "rival": None,
         "rival_value": None,
         "rival_why": "no other server keeps a stream over its worker's death",
-        **where,
+        **_where(command, commit, device, load),
     }
     click.echo(json.dumps(line))
     for file in [*([records] if records else []), *([_results()] if record else [])]:
         with file.open("a") as out:
             out.write(json.dumps(line) + "\n")
+
+
+def _where(command: str, commit: str, device: str, load: float) -> dict[str, Any]:
+    machine = f"{os.cpu_count()} cores; load average {load:.1f} before the run"
+    if device == "cuda":
+        machine = f"{torch.cuda.get_device_name(0)}, {machine}"
+    git = ["git", "rev-parse", "HEAD"]
+    return {
+        "error": None,
+        "kind": "measured",
+        "machine": machine,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit or subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
+        "command": command,
+    }
 
 
 def _random(folder: Path) -> Path:
