@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from protos import logs
 if TYPE_CHECKING:
     from tests.e2e.cluster import ClusterProcess
 
+# Before anything imports torch: tiny products gain nothing from threads, and lose much where the machine is busy. A
+# worker that is started takes the number that it is told.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without it structlog's default renders every local variable of a traceback: slow, and it would hide what users see.
 logs.configure("test", json=True)
 _LOGS = structlog.get_config()["wrapper_class"]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvstore.answers import Adopted
 from protos import types_pb2 as pb
@@ -66,14 +65,6 @@ def requests() -> list[Request]:
         request("sampled", prompt(4, 130), 20, temperature=1.0, seed=7, repetition_penalty=1.2),
         request("queued", prompt(5, 300), 6),
     ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Served:

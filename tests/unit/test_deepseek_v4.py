@@ -7,7 +7,7 @@ computations choose different rows and part by tenths. The seeds here leave a ga
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -49,15 +49,6 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"compress_ratios": [0, 0], "num_hidden_layers": 2, "sliding_window": 64, "num_hash_layers": 1},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from threads, and lose much where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random_tokens(count: int, seed: int) -> list[int]:

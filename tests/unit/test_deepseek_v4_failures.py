@@ -9,7 +9,6 @@ vllm PR 54815), and DSpark's layers (sglang#32038) in test_deepseek_v4_config.py
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,6 @@ from worker.weights import Model, load_model
 FEW: dict[str, Any] = {"hc_sinkhorn_iters": 2}
 CSA: dict[str, Any] = {"compress_ratios": [4], "num_hidden_layers": 1, "num_hash_layers": 0, **FEW}
 EXACT = 2e-5
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tokens(count: int, seed: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +21,6 @@ from worker.models.deepseek_v4_indexer import choose, index_scores
 from worker.models.deepseek_v4_moe import MoeWeights, _grouped, clamped_swiglu
 from worker.models.deepseek_v4_pieces import by_rows
 from worker.models.deepseek_v4_rope import frequencies, layer_frequencies, rotate_last, rotation
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 # --- the indexer ---
 

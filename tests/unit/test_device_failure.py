@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from protos.errors import PreconditionFailed
 from tests.unit.lives import OutlivingAttachment
@@ -25,14 +24,6 @@ from worker.sequence_kv import MAX_FAILURES
 from worker.weights import Model, load_model
 
 HANG_S = 60.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

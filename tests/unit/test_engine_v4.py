@@ -39,14 +39,6 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def gaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Between the worst score that was chosen and the best that was not; the test's least is beyond rounding."""

@@ -31,14 +31,6 @@ MODES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> FakeGpuKernels:
     return FakeGpuKernels(monkeypatch)
