@@ -277,6 +277,14 @@ class Node:
         """Memory files that each process holds."""
         return {server.name: num_memory_files(server) for server in (self.store, *self.workers)}
 
+    async def hold(self, files: dict[str, int]) -> None:
+        """Waits until each process has so many: weights are brought to a new store when it is noticed.
+
+        Raises:
+            AssertionError: with what they have.
+        """
+        await _until(lambda: self.memory_files() == files, f"not {files}", lambda: f"{self.memory_files()}")
+
     async def stop(self) -> None:
         """Orderly: routers, workers, store; nothing of them may be left.
 

@@ -94,7 +94,7 @@ async def run(
             blows = plan(seed, victims_of(num_workers, num_routers), pause_s=made_of.pause_s, routers=num_routers > 0)
             await _under_blows(node, loads, num_blows, blows, report)
             await node.idle()
-            assert node.memory_files() == files, f"memory files: {node.memory_files()}, before {files}"
+            await node.hold(files)
             await node.stop()
             assert not node.faults, node.faults
     except Exception as failure:
