@@ -22,6 +22,7 @@ from worker.memory_plan import (
     ACTIVATIONS,
     BUFFERS,
     GRAPH_POOLS,
+    LIBRARIES,
     STATE,
     WORKSPACES,
     Use,
@@ -36,6 +37,9 @@ from worker.weights import Plan
 ARENAS, RESERVE = "KV arenas", "context, kernels, libraries"
 RESERVE_BYTES = 1 << 30
 GRAPH_BYTES = 8 << 20  # of one graph: what captured library calls keep
+PRODUCT_BYTES = (
+    32 << 20
+)  # of cuBLAS on Hopper: a workspace for each stream that it was called on, a graph's capture too
 ACTIVATIONS_UNKNOWN = 1 << 30  # where no formula is known: DeepSeek-V4
 SLACK = 1.5  # of activations: torch's allocator rounds, and keeps blocks of several sizes
 
@@ -103,6 +107,8 @@ def planned(plan: Plan, free: int, arch: str, stored: kvstore_pb2.KvStatsRespons
         q_heads = plan.shapes.shapes.q_heads
         limits = DecodeLimits(config.max_running, -(-plan.max_sequence_tokens // PAGE_TOKENS))
         uses.append(Use(WORKSPACES, _workspaces(geometry, q_heads, limits, plan.dtype, arch)))
+    streams = 1 + (num_graphs(config.max_running) if config.decode_graphs else 0)
+    uses.append(Use(LIBRARIES, streams * PRODUCT_BYTES))
     uses.append(Use(ACTIVATIONS, max(activations, reading.num_bytes)))
     uses.append(Use(RESERVE, RESERVE_BYTES))
     return Budget(tuple(uses), room)
@@ -123,12 +129,17 @@ def _decode(shapes: LlamaConfig, geometry: CacheGeometry, item: int, rows: int, 
     heads = shapes.q_heads + 2 * shapes.kv_heads
     values = 3 * shapes.hidden + (heads + shapes.q_heads) * shapes.head_dim + 3 * shapes.intermediate
     tables = 2 * tokens * shapes.head_dim
-    graphs = len({*(bucket for bucket in BUCKETS if bucket < rows), rows})
+    graphs = num_graphs(rows)
     return [
         Use(STATE, 4 * words),
         Use(BUFFERS, item * (rows * (values + shapes.vocab_size) + tables)),
         Use(GRAPH_POOLS, graphs * GRAPH_BYTES),
     ]
+
+
+def num_graphs(rows: int) -> int:
+    """Of so many sequences (``DecodeGraphs.buckets``)."""
+    return len({*(bucket for bucket in BUCKETS if bucket < rows), rows})
 
 
 def _workspaces(geometry: CacheGeometry, q_heads: int, limits: DecodeLimits, dtype: str, arch: str) -> int:

@@ -20,7 +20,7 @@ from worker import shell
 from worker.decode_state import DecodeState
 from worker.held import storages
 from worker.memory_budget import ARENAS, RESERVE, Budget, planned
-from worker.memory_plan import ACTIVATIONS, BUFFERS, GRAPH_POOLS, STATE, WORKSPACES, Use, total
+from worker.memory_plan import ACTIVATIONS, BUFFERS, GRAPH_POOLS, LIBRARIES, STATE, WORKSPACES, Use, total
 from worker.weights import Plan
 
 DEVICE = "cuda:GPU-0"
@@ -64,6 +64,7 @@ def test_what_is_planned_is_what_is_made(plan: Callable[..., Plan], folder: Path
     assert told[STATE] == state.num_bytes
     assert told[BUFFERS] > 0 and told[GRAPH_POOLS] > 0 and told[ACTIVATIONS] > 0 and told[RESERVE] > 0
     assert told[ARENAS] >= 64 << 20
+    assert told[LIBRARIES] == 4 * (32 << 20), "graphs of 1, 2 and 4 sequences, and the eager step"
 
 
 def test_without_captured_steps_nothing_is_planned_for_them(plan: Callable[..., Plan]) -> None:
