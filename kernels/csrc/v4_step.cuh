@@ -71,9 +71,12 @@ __device__ __forceinline__ void hyper_partial(const T* streams, const float* fn,
         }
     }
     for (int64_t o = warp; o <= outputs; o += kV4Warps) {
-        float w[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) w[i] = o < outputs ? fn[o * width + at + i] : 0.0f;
+        float w[8] = {};
+        if (o < outputs) {
+            const float4 low = load_l2_f4(fn + o * width + at), high = load_l2_f4(fn + o * width + at + 4);
+            w[0] = low.x, w[1] = low.y, w[2] = low.z, w[3] = low.w;
+            w[4] = high.x, w[5] = high.y, w[6] = high.z, w[7] = high.w;
+        }
 #pragma unroll
         for (int r = 0; r < kHyperRows; r++) {
             float sum = 0.0f;
@@ -189,6 +192,17 @@ __device__ __forceinline__ void hyper_write(const T* streams, const T* y, const 
 
 // ---- norms and rotary embedding
 
+__device__ __forceinline__ void load_pair(const float* from, float& a, float& b) {
+    const float2 pair = load_l2_f2(from);
+    a = pair.x;
+    b = pair.y;
+}
+template <typename T> __device__ __forceinline__ void load_pair(const T* from, float& a, float& b) {
+    const uint32_t pair = load_cached_4(from);
+    a = half_of<T>(pair, 0);
+    b = half_of<T>(pair, 1);
+}
+
 // x [rows][heads][dim] in X, T or f32; where normed, T(x * rstd * weight), weight [dim] or null; then the last `rope` dims
 // rotated in pairs (2i, 2i + 1) by cos, sin [rows][rope / 2], backwards where inverse; out [rows][heads][dim] T.
 // dim: up to 2048, a multiple of 64. Grid: ceil(rows * heads / 8), a warp a head.
@@ -204,13 +218,12 @@ __device__ __forceinline__ void rotate_rows(const X* x, const float* weight, con
     const int pairs = static_cast<int>(dim) / 64, first = static_cast<int>(dim - rope) / 2;
     float a[kMost], b[kMost], sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kMost; j++) {
-        if (j >= pairs) break;
-        const int64_t at = begin + 2 * (lane + 32 * j);
-        a[j] = static_cast<float>(x[at]);
-        b[j] = static_cast<float>(x[at + 1]);
-        sum += a[j] * a[j] + b[j] * b[j];
+    for (int j = 0; j < kMost; j++) { // all loads under way, before the first is waited for
+        a[j] = b[j] = 0.0f;
+        if (j < pairs) load_pair(x + begin + 2 * (lane + 32 * j), a[j], b[j]);
     }
+#pragma unroll
+    for (int j = 0; j < kMost; j++) sum += a[j] * a[j] + b[j] * b[j];
     const float rstd = rsqrtf(v4_warp_sum(sum) / static_cast<float>(dim) + eps);
 #pragma unroll
     for (int j = 0; j < kMost; j++) {
@@ -297,7 +310,7 @@ __device__ __forceinline__ void route_rows(const float* logits, const float* bia
 // Rows in order of their experts, of one expert in their own: place [n] of entry i = row * K + k; ends [experts], where
 // each expert's rows end. chosen [n]. Grid: ceil(n / 256) + ceil(experts / 256).
 __device__ __forceinline__ void order_rows(const int32_t* chosen, int32_t* place, int32_t* ends, int64_t n, int64_t experts) {
-    __shared__ int32_t block[kV4Threads];
+    __shared__ __align__(16) int32_t block[kV4Threads];
     const int thread = static_cast<int>(threadIdx.x);
     const int64_t entry_ctas = (n + kV4Threads - 1) / kV4Threads;
     const bool entries = blockIdx.x < entry_ctas;
@@ -306,12 +319,16 @@ __device__ __forceinline__ void order_rows(const int32_t* chosen, int32_t* place
     int32_t before = 0;
     for (int64_t first = 0; first < n; first += kV4Threads) {
         __syncthreads();
-        if (first + thread < n) block[thread] = chosen[first + thread];
+        block[thread] = first + thread < n ? chosen[first + thread] : 0x7fffffff; // behind all
         __syncthreads();
-        const int count = static_cast<int>(n - first < kV4Threads ? n - first : kV4Threads);
-        for (int i = 0; i < count; i++) {
-            const int other = block[i];
-            before += other < expert || (other == expert && (!entries || first + i < mine));
+        const int equals = entries ? static_cast<int>(mine - first) : kV4Threads; // of those before it
+#pragma unroll 8
+        for (int i = 0; i < kV4Threads; i += 4) {
+            const int4 four = *reinterpret_cast<const int4*>(block + i);
+            before += four.x < expert || (four.x == expert && i < equals);
+            before += four.y < expert || (four.y == expert && i + 1 < equals);
+            before += four.z < expert || (four.z == expert && i + 2 < equals);
+            before += four.w < expert || (four.w == expert && i + 3 < equals);
         }
     }
     if (entries && mine < n) place[mine] = before;

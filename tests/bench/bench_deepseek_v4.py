@@ -596,7 +596,8 @@ def main() -> None:
         asked.commit,
         " ".join(["python3 -m tests.bench.bench_deepseek_v4", *sys.argv[1:]]),
     )
-    say_bytes(report, DeepseekV4Config.parse(FLASH))
+    if asked.only != "graphs":
+        say_bytes(report, DeepseekV4Config.parse(FLASH))
     if not asked.bytes_only:
         with torch.inference_mode(), ExitStack() as stack:
             if asked.device == "cpu":
