@@ -40,6 +40,7 @@ STEP_NS = 20_000
 MOVING_TIMEOUT_S = 60.0
 GONE_TIMEOUT_S = 30.0
 LEAST_CHANGES_SEEN = 1  # words that changed while the writer lived: else the watcher is blind
+DEADLY = signal.SIGKILL
 CASES = ("kernel", "launches", "graph")
 
 SOURCE = r"""
@@ -229,7 +230,7 @@ def one_death(mine: Gpu | Cpu, doomed: Writer, rng: random.Random, watch_s: floa
     time.sleep(rng.uniform(0.02, 0.3))
     last = mine.read()
     killed = time.monotonic()
-    doomed.process.send_signal(signal.SIGKILL)
+    doomed.process.send_signal(DEADLY)
     dying = differed = 0
     last_change = killed
     while not doomed.is_gone():
