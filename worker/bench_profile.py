@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from protos.errors import InternalError
 
 TOP = 24
+STEPS = "tailpack steps"
+"""The range that is looked at: the profiler waits for the GPU, too, before and behind it."""
 
 
 @dataclass
@@ -60,25 +64,31 @@ def profiled(run: Callable[[], object], num_steps: int, device: torch.device) ->
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities, profile_memory=not on_gpu) as profiler:
-        run()
+        with record_function(STEPS):
+            run()
         if on_gpu:
             torch.cuda.synchronize(device)
     results: Any = profiler.profiler.kineto_results
-    return _summed(results.events(), num_steps)
+    return _summed(list(results.events()), num_steps)
 
 
-def _summed(events: Iterable[Any], num_steps: int) -> Profile:
+def _summed(events: Sequence[Any], num_steps: int) -> Profile:
     calls: Counter[str] = Counter()
     kernels: dict[str, list[float]] = defaultdict(list)
     spans: list[tuple[int, int]] = []
+    begin, end = _range(events)
     for event in events:
         name = str(event.name())
+        if name == STEPS:
+            continue
         if "CUDA" in str(event.device_type()):
             duration_ns = _ns(event, "duration")
             if duration_ns > 0 and not name.startswith("Memset") and "Context" not in name:
-                begin_ns = _ns(event, "start")
+                at_ns = _ns(event, "start")
                 kernels[_short(name)].append(duration_ns / 1e3)
-                spans.append((begin_ns, begin_ns + duration_ns))
+                spans.append((at_ns, at_ns + duration_ns))
+        elif not begin <= _ns(event, "start") <= end:
+            continue
         elif name == "[memory]":
             calls["allocation"] += event.nbytes() > 0
         elif name.startswith(("cuda", "cu")):
@@ -113,6 +123,15 @@ def _summed(events: Iterable[Any], num_steps: int) -> Profile:
             for name, each in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:TOP]
         },
     )
+
+
+def _range(events: Sequence[Any]) -> tuple[int, int]:
+    """On the host, in the events' nanoseconds."""
+    for event in events:
+        if event.name() == STEPS and "CUDA" not in str(event.device_type()):
+            begin = _ns(event, "start")
+            return begin, begin + _ns(event, "duration")
+    raise InternalError("the profiler did not see the steps")
 
 
 def busy(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from protos.cli import cli
 from protos.errors import ConfigError
 from tests.unit.tiny import TINY, write_model
 from worker.bench_cli import _names, _settings
-from worker.bench_profile import busy
+from worker.bench_profile import STEPS, _summed, busy
 from worker.bench_report import verdict
 from worker.bench_run import Load, Window
 
@@ -105,3 +105,46 @@ def test_time_in_which_something_runs() -> None:
 def test_sequences_have_room_for_the_tokens_that_they_draw_while_others_are_filled() -> None:
     load = Load(rows=32, prompt=16384, chunk=512)
     assert load.num_tokens - load.prompt > 32 * 16384 // 512 + load.repeats * load.tokens + load.warm_up
+
+
+class Event:
+    """As the profiler tells one; times in nanoseconds."""
+
+    def __init__(self, name: str, start: int, duration: int = 1, device: str = "CPU") -> None:
+        self._told = (name, start, duration, device)
+
+    def name(self) -> str:
+        return self._told[0]
+
+    def start_ns(self) -> int:
+        return self._told[1]
+
+    def duration_ns(self) -> int:
+        return self._told[2]
+
+    def device_type(self) -> str:
+        return f"DeviceType.{self._told[3]}"
+
+
+def test_a_profile_counts_what_the_steps_did_and_not_what_the_profiler_did() -> None:
+    events = [
+        Event("cudaDeviceSynchronize", 5),
+        Event(STEPS, 10, 100),
+        Event(STEPS, 12, 90, "CUDA"),
+        Event("cudaGraphLaunch", 11),
+        Event("cudaLaunchKernel", 12),
+        Event("cuLaunchKernelEx", 13),
+        Event("cudaEventSynchronize", 14),
+        Event("cudaStreamSynchronize", 15),
+        Event("cudaMemcpyAsync", 16),
+        Event("cudaMalloc", 17),
+        Event("aten::mm", 18),
+        Event("seal_rows<128>(Args)", 20, 30_000, "CUDA"),
+        Event("gemm", 10_020, 40_000, "CUDA"),
+        Event("cudaDeviceSynchronize", 111),
+    ]
+    seen = _summed(events, 2)
+    assert (seen.launches, seen.waits, seen.event_waits) == (1.5, 0.5, 0.5)
+    assert (seen.copies, seen.allocations, seen.operators) == (0.5, 0.5, 0.5)
+    assert (seen.kernels, seen.busy_us, seen.wall_us) == (1.0, 25.0, 25.0)
+    assert seen.us_of("seal") == 15.0 and seen.busy_share == 1.0
