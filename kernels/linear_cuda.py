@@ -71,7 +71,6 @@ class LinearArgs(ctypes.Structure):
         ("stages", ctypes.c_int32),
         ("x_bytes", ctypes.c_int32),
         ("in_flight", ctypes.c_int32),
-        ("turned", ctypes.c_int32),
     )
 
 
@@ -307,7 +306,6 @@ class LinearChain:
         arguments.rows = rows
         arguments.stages, arguments.x_bytes, _ = self.plans[rows]
         arguments.in_flight = min(self.tiling.in_flight, arguments.stages)
-        arguments.turned = self.tiling.turned
 
     def _set_product(self, to: ProductArgs, call: LinkCall, link: Link, rows: int) -> None:
         if call.residual is not None and link.kind != PLAIN:

@@ -15,7 +15,7 @@ STEP_KERNELS = ("begin", "embed", "norm", "rope", "swiglu")
 class LinearTiling(NamedTuple):
     """warps: that share a stage's values of k. producers: warps that start copies. row_bytes: of a stage, of each of
     its 16 weight rows. bulk: by bulk copies, where the arch has them. in_flight: stages under way at most.
-    max_stages: of the ring; fewer where shared memory ends before. turned: tiles begin at places of k of their own."""
+    max_stages: of the ring; fewer where shared memory ends before."""
 
     warps: int = 8
     producers: int = 4
@@ -23,7 +23,6 @@ class LinearTiling(NamedTuple):
     bulk: bool = True
     in_flight: int = 16
     max_stages: int = 32
-    turned: bool = False
 
     @property
     def threads(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -123,7 +123,6 @@ class ModelRunner:
                         max_sequences=max_sequences,
                         max_sequence_tokens=max_sequence_tokens,
                         buckets=() if deterministic else BUCKETS,
-                        few_rows=0,  # cuBLAS was faster: 5.07 against 5.73 ms a step of Llama-3-8B alone on an H200
                     )
                     graphs.capture(_tell_progress)
                     self._decode = DecodeRows(graphs)
@@ -147,8 +146,8 @@ class ModelRunner:
 
         Captured decode rows go first, the rest behind them on the same stream.
         """
-        captured = [w for w in work if self._captures(w)]
-        rest = [w for w in work if not self._captures(w)] if captured else work
+        captured = [w for w in work if self.captures(w)]
+        rest = [w for w in work if not self.captures(w)] if captured else work
         with _current(self._network.device):
             if not captured:
                 return self._compute(work)
@@ -161,7 +160,7 @@ class ModelRunner:
     def launches(self, work: Sequence[Work]) -> bool:
         """Whether ``launch`` does all of the work: decode rows alone, whose tokens are drawn on the device."""
         return all(
-            self._captures(w) and w.start >= w.sequence.num_prompt and w.sequence.request.sampling.logprobs is None
+            self.captures(w) and w.start >= w.sequence.num_prompt and w.sequence.request.sampling.logprobs is None
             for w in work
         )
 
@@ -175,6 +174,22 @@ class ModelRunner:
     def drawn(self, work: Sequence[Work], number: int) -> Step:
         """What ``launch`` began. Waits for that step, and not for those behind it."""
         return self._join(work, work, number, Step(torch.empty(0), Workspace(), (), None))
+
+    def captures(self, w: Work) -> bool:
+        """Whether the work is a row of a captured step. In deterministic mode that follows from the position alone."""
+        if self._decode is None or w.count > 1 or w.num_drafts:
+            return False
+        return w.start >= w.sequence.num_prompt or not self._deterministic
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether ``by_layers`` has more than one."""
+        return self._fused is not None
+
+    def by_layers(self, work: Sequence[Work]) -> Slices:
+        """Begins a step of other work, a few layers at a time."""
+        with _current(self._network.device):
+            return Slices(self, work)
 
     def spreads(self, num_sequences: int) -> bool:
         """Whether so few sequences would have a smaller graph if ``launch`` knew all tokens."""
@@ -198,12 +213,6 @@ class ModelRunner:
         if row is not None:
             raise _not_deterministic(f"row {row} of a captured decode step changes with its place or its mates")
 
-    def _captures(self, w: Work) -> bool:
-        """Whether the work is a row of a captured step. In deterministic mode that follows from the position alone."""
-        if self._decode is None or w.count > 1 or w.num_drafts:
-            return False
-        return w.start >= w.sequence.num_prompt or not self._deterministic
-
     def _launch(self, work: Sequence[Work]) -> int:
         assert self._decode is not None
         return self._decode.launch(work)
@@ -225,6 +234,12 @@ class ModelRunner:
 
     def _compute(self, work: Sequence[Work]) -> Step:
         """Without captured steps."""
+        batch = self._batch(work)
+        workspace = Workspace(batch)
+        logits, streams = self._forward(batch, workspace)
+        return Step(logits.to("cpu"), workspace, batch.workspace_of_work, batch, streams)
+
+    def _batch(self, work: Sequence[Work]) -> Batch:
         spans = [
             SpanWork(
                 token_ids=w.token_ids,
@@ -239,11 +254,7 @@ class ModelRunner:
             for w in work
         ]
         batch = build_batch(spans, self._kv.geometry, deterministic=self._deterministic)
-        if self._on_gpu:
-            batch = batch.to(self._network.device)
-        workspace = Workspace(batch)
-        logits, streams = self._forward(batch, workspace)
-        return Step(logits.to("cpu"), workspace, batch.workspace_of_work, batch, streams)
+        return batch.to(self._network.device) if self._on_gpu else batch
 
     def _forward(self, batch: Batch, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor | None]:
         network = self._network
@@ -261,6 +272,51 @@ def _capturable(network: Network, kv: KvView, deterministic: bool) -> bool:
     if isinstance(network, Llama):
         return True
     return not deterministic and not any(g.name == COMPRESSED and g.packed for g in kv.geometry.groups)
+
+
+class Slices:
+    """A step's layers in slices, between which captured steps run on the same stream. ``layer_s``: what a layer takes,
+    as far as is known; 0: nothing is.
+    """
+
+    def __init__(self, runner: ModelRunner, work: Sequence[Work]) -> None:
+        self._runner, self._network = runner, runner._network
+        self._batch = runner._batch(work)
+        self._workspace = Workspace(self._batch)
+        self._logits: torch.Tensor | None = None
+        self._layers = self._by_layers()
+        self._timed: list[tuple[Stopwatch, int]] = []
+        self.layer_s = 0.0
+
+    def _by_layers(self) -> Iterator[torch.Tensor | None]:
+        runner = self._runner
+        if runner._fused is not None:
+            yield from runner._fused.by_layers(self._batch, runner.kv, self._workspace, runner._attend)
+        else:
+            yield runner._forward(self._batch, self._workspace)[0]
+
+    @property
+    def done(self) -> bool:
+        """Whether all has been launched."""
+        return self._logits is not None
+
+    def advance(self, num_layers: int) -> None:
+        """Launches so many more layers, at most."""
+        with _current(self._network.device), Stopwatch(self._network.device) as took:
+            for _ in range(num_layers):
+                if self._logits is None:
+                    self._logits = next(self._layers)
+        self._timed.append((took, num_layers))
+        while self._timed and self._timed[0][0].is_done:
+            earlier, count = self._timed.pop(0)
+            self.layer_s = earlier.seconds() / count
+
+    def step(self) -> Step:
+        """What it computed. Waits for the GPU."""
+        while self._logits is None:
+            self.advance(1)
+        with _current(self._network.device):
+            return Step(self._logits.to("cpu"), self._workspace, self._batch.workspace_of_work, self._batch)
 
 
 def fused(network: Llama) -> FusedLlama | None:
@@ -289,6 +345,10 @@ class Stopwatch:
         mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         mark.record()
         self._marks.append(mark)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._on_gpu or bool(self._marks[1].query())
 
     def seconds(self) -> float:
         """Waits until it is done."""

@@ -55,7 +55,6 @@ struct LinearArgs {
     int32_t num_products, rows;
     int32_t stages, x_bytes; // of shared memory: linear_shared_bytes
     int32_t in_flight;       // stages under way at most, 1 to `stages`
-    int32_t turned;          // 1: tiles begin at places of k of their own, so that not all CTAs read rows at the same one
 };
 
 // Four e4m3 codes to two registers of bf16 halves, codes (0, 2) and (1, 3), exactly, times 2^-120: sign and the 7 bits of
@@ -158,11 +157,6 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
     static __device__ __forceinline__ int chunk_bytes(const LinearProduct& product, int chunk) {
         return min(ROW_BYTES, product.k * kWeightBytes - chunk * ROW_BYTES);
     }
-    // The chunk that a tile's i-th is.
-    __device__ __forceinline__ int chunk_of(int i, int tile, int chunks) const {
-        const int chunk = i + (args.turned ? tile % chunks : 0);
-        return chunk >= chunks ? chunk - chunks : chunk;
-    }
     static __device__ __forceinline__ int x_pitch(const LinearProduct& product) { return product.k * 2 + kLinearPad; }
 
     // ---- the producer warps: each has some rows of every stage, for starting a copy takes its time
@@ -179,8 +173,7 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
             const int tiles = num_tiles(product), chunks = num_chunks(product);
             const int64_t row_bytes = static_cast<int64_t>(product.k) * kWeightBytes;
             for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
-                for (int i = 0; i < chunks; i++) {
-                    const int chunk = chunk_of(i, tile, chunks);
+                for (int chunk = 0; chunk < chunks; chunk++) {
                     const uint32_t bytes = static_cast<uint32_t>(chunk_bytes(product, chunk)), full = stage_full(ring.stage);
                     if (started++ >= args.in_flight) {
                         mbarrier_wait(stage_full(behind.stage), behind.parity);
@@ -354,17 +347,16 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
         const uint32_t x_row = base + x_at() + min(g, args.rows - 1) * x_pitch(product) + 16 * kParts * t;
         const uint32_t own = base + g * kPitch + 64 * warp + 16 * t;
         Operand next_x[kOwn] = {};
-        load_direct<DIRECT>(product, chunk_of(0, static_cast<int>(blockIdx.x), chunks), next_x);
+        load_direct<DIRECT>(product, 0, next_x);
         for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
             float sum[4] = {};
-            for (int turn = 0; turn < chunks; turn++) {
-                const int chunk = chunk_of(turn, tile, chunks), pieces = chunk_bytes(product, chunk) / 64;
+            for (int chunk = 0; chunk < chunks; chunk++) {
+                const int pieces = chunk_bytes(product, chunk) / 64;
                 Operand x[kOwn];
                 if constexpr (DIRECT) {
 #pragma unroll
                     for (int j = 0; j < kOwn; j++) x[j] = next_x[j];
-                    const int next = turn + 1 < chunks ? tile : tile + static_cast<int>(gridDim.x);
-                    load_direct<DIRECT>(product, chunk_of(turn + 1 < chunks ? turn + 1 : 0, next, chunks), next_x);
+                    load_direct<DIRECT>(product, chunk + 1 < chunks ? chunk + 1 : 0, next_x);
                 }
                 mbarrier_wait(stage_full(ring.stage), ring.parity);
                 const uint32_t stage = own + ring.stage * kStageBytes;

@@ -52,10 +52,9 @@ CUTS = {
 }
 TILINGS = {
     fp8: [
-        LinearTiling(8, producers, row_bytes, in_flight=in_flight, turned=turned)
+        LinearTiling(8, producers, row_bytes, in_flight=in_flight)
         for producers, row_bytes, all_in_flight in cuts
         for in_flight in all_in_flight
-        for turned in (False, True)
     ]
     for fp8, cuts in CUTS.items()
 }
@@ -121,10 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with _cut(chosen[case.fp8]):
                     report.run("steady", case.name, partial(engine_gpu_steady.measure, network, case, read, device))
     if options.records:
-        records = bench_engine_gpu._records(report.lines, facts, read)
-        repeats = {case.name: case.steps for case in STEPS}
-        for record in records:
-            record |= {"bench": "few_rows", "repeats": repeats.get(record["case"], 0)}
+        records = _records(report.lines, facts, read)
         options.records.write_text("".join(json.dumps(record, default=str) + "\n" for record in records))
     failed = [f"{line['part']} {line['case']}" for line in report.lines if not line["ok"]]
     for line in report.lines:  # the reply carries the end of the output
@@ -133,6 +129,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{line['part']:8} {line['case']:28} {short}", flush=True)
     print(f"{len(report.lines) - len(failed)} passed, {len(failed)} failed: {', '.join(failed)}", flush=True)
     return 1 if failed else 0
+
+
+def _records(lines: Sequence[dict[str, Any]], facts: dict[str, Any], read: float) -> list[dict[str, Any]]:
+    """As bench_engine_gpu makes them, with cuBLAS in the same run as the rival, and what the checks found."""
+    records = bench_engine_gpu._records(lines, facts, read)
+    repeats, fp8 = {case.name: case.steps for case in STEPS}, {case.name for case in STEPS if case.fp8}
+    own = {case.name for case in STEPS if 0 < case.rows <= case.few_rows}
+    by_cublas = {
+        record["case"].removesuffix("-cublas"): record["value"]
+        for record in records
+        if record["case"].endswith("-cublas")
+    }
+    for record in records:
+        name = record["case"]
+        kind = "fp8" if name in fp8 else "bf16"
+        found = [line.get("errors") for line in lines if line["part"] == "check" and line["case"].endswith(kind)]
+        worst = max((error for errors in found if errors for error in errors.values()), default=None)
+        error = f"products: {worst:.4f} of their norm at most, against float32" if worst and name in own else None
+        record |= {"bench": "few_rows", "repeats": repeats.get(name, 0), "error": error}
+        if name in by_cublas:
+            record |= {"rival": "cuBLAS for the products of the same step", "rival_value": by_cublas[name]}
+    return records
 
 
 def _build(device: torch.device) -> dict[str, Any]:
@@ -166,8 +184,8 @@ def _tilings(report: Report, network: Llama, device: torch.device) -> dict[bool,
             network = in_blocks(network)
         least = float("inf")
         for tiling in tilings:
-            kind, turned = "fp8" if fp8 else "bf16", "-turned" if tiling.turned else ""
-            name = f"{kind}-p{tiling.producers}-b{tiling.row_bytes}-f{tiling.in_flight}{turned}"
+            kind = "fp8" if fp8 else "bf16"
+            name = f"{kind}-p{tiling.producers}-b{tiling.row_bytes}-f{tiling.in_flight}"
             line = report.run("tilings", name, partial(_one_tiling, network, tiling, fp8, device))
             if line["ok"] and line["step_ms"] < least:
                 least, best[fp8] = line["step_ms"], tiling

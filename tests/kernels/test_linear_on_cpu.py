@@ -226,9 +226,9 @@ def test_long_rows_are_read_from_memory(folder: Path, fp8: bool) -> None:
     [
         LinearTiling(8, 1, 1024, bulk=False, in_flight=2),
         LinearTiling(4, 2, 512, in_flight=1, max_stages=2),
-        LinearTiling(8, 4, 512, in_flight=3, turned=True),
+        LinearTiling(8, 4, 512, in_flight=3),
     ],
-    ids=["copies of older archs", "another cut", "few under way, turned"],
+    ids=["copies of older archs", "another cut", "few under way"],
 )
 def test_ways_to_cut_give_the_same(folder: Path, tiling: LinearTiling) -> None:
     torch.manual_seed(6)
