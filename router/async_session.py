@@ -88,6 +88,8 @@ class AsyncSession:
         try:
             while isinstance(message := await self._stream.read(), router_pb2.SessionResponse):
                 self._calls.take(message)
+                if self._calls.is_through:
+                    self._some.set()
             lost = Lost(Unavailable("the router ended the session"), spoken=False)
         except grpc.RpcError as failed:
             lost = self._lost(failed)
@@ -103,6 +105,9 @@ class AsyncSession:
                 self._some.clear()
                 while (message := self._calls.outgoing()) is not None:
                     await self._stream.write(message)
+                if self._calls.is_through:
+                    await self._stream.done_writing()
+                    return
 
     async def close(self) -> None:
         """Ends its calls."""

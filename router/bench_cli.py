@@ -78,6 +78,11 @@ _OUT = click.Path(dir_okay=False, writable=True, path_type=Path)
     help="With others than none a second run with the same seed finds its prompts cached.",
 )
 @advanced_option(
+    "--own-streams",
+    is_flag=True,
+    help="A stream for each request (Generate), not all in one session where the router has these.",
+)
+@advanced_option(
     "--drain-s",
     type=FiniteRange(0, 3600),
     default=30.0,
@@ -170,7 +175,8 @@ async def _run(connection: Connection, load: Load) -> Run:
 
     loop.add_signal_handler(signal.SIGINT, interrupt)
     seen: list[Run] = []
-    async with connection.client(RetryPolicy(max_retries=0)) as client, _progress(seen):
+    once = RetryPolicy(max_retries=0)
+    async with connection.client(once, session=not load.own_streams) as client, _progress(seen):
         return await run_load(client, load, stop, seen.append)
 
 

@@ -43,6 +43,7 @@ class Load:
         requests: that are measured.
         drain_s: after the last was sent, for those that run; what is not answered then is ended, as UNFINISHED.
         seed: of lengths, prompts and arrivals; they are the same again with the same seed.
+        own_streams: each request has a stream of its own, whether or not the router has sessions.
         max_in_flight: in an open loop; what is due beyond that is not sent, and counted as LOAD_GENERATOR_FULL.
     """
 
@@ -58,6 +59,7 @@ class Load:
     seed: int = 0
     model: str = ""
     prefix_reuse: str = "none"
+    own_streams: bool = False
     max_in_flight: int = 4096
 
 

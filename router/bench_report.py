@@ -161,6 +161,7 @@ def _load(run: Run) -> dict[str, Any]:
         "window_s": _number(run.measured.window_s),
         "seed": load.seed,
         "prefix_reuse": load.prefix_reuse,
+        "own_streams": load.own_streams,
     }
 
 

@@ -5,6 +5,7 @@ async with AsyncTailpack("127.0.0.1:7700") as client:
         print(chunk.text, end="")
     answer = await client.complete("And of Spain?", max_tokens=20)
 
+Answers of one client come in one stream, a session, where the router has these (session=False: each in its own).
 Errors arrive as TailpackError (protos/errors.py); nothing of gRPC shows. What was not answered yet is tried again where
 that may help, and a `resumable` answer goes on after a lost connection: router/answer_state.py says when. Chunks come
 without gap or repeat, or TOKEN_GAP is raised. Leaving the loop ends the request and the work behind it.

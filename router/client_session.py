@@ -73,6 +73,9 @@ Item = router_pb2.SessionAnswer | Lost
 """What a call hears: answers, and last of all perhaps that its session is over."""
 
 
+_LEAVES = Lost(Unavailable("the router leaves"), spoken=False)
+
+
 class Calls:
     """The calls of one session. Of one thread at a time.
 
@@ -96,6 +99,11 @@ class Calls:
         return self._leaves or self.lost is not None
 
     @property
+    def is_through(self) -> bool:
+        """Whether the router waits for no more than the end of what is said here."""
+        return self._leaves and not self._hears
+
+    @property
     def has_room(self) -> bool:
         return len(self._hears) < self._max_calls
 
@@ -112,8 +120,8 @@ class Calls:
     ) -> int:
         """The number of a new call. hear: told all that comes of it, in order."""
         number = self._last_number = self._last_number + 1
-        if self.lost is not None:
-            hear(self.lost)
+        if self.is_over:
+            hear(self.lost or _LEAVES)
             return number
         call = self._next.calls.add(number=number, traceparent=traceparent)
         if isinstance(message, router_pb2.ResumeRequest):

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 import grpc
 
 from protos import router_pb2, rpc
-from protos.errors import ConfigError, DeadlineExceeded, InvalidRequest, NotBuilt, PreconditionFailed, TailpackError
+from protos.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NotBuilt,
+    PreconditionFailed,
+    TailpackError,
+    Unavailable,
+)
 from protos.tls import ClientTls
 from router.answer_state import AnswerState, Failure, RetryPolicy
 from router.client_session import Lost, not_opened
@@ -96,8 +105,11 @@ class Settings:
         )
 
     def lost(self, failed: grpc.RpcError, address: int) -> Lost:
-        """A session's end by an error."""
-        return Lost(self.error(failed, address), spoken=rpc.is_ours(failed))
+        """A session's end by an error. grpc.aio says INTERNAL of a connection that broke in the middle of a message."""
+        error, spoken = self.error(failed, address), rpc.is_ours(failed)
+        if isinstance(error, InternalError) and not spoken:
+            error = Unavailable(f"the connection was lost: {error.message}")
+        return Lost(error, spoken)
 
     def not_opened(self, failed: grpc.RpcError, address: int, *, in_time: bool = True) -> Failure:
         """Of the calls that wait for a session. in_time: the time that was given to open it is not that of a call."""

@@ -32,10 +32,18 @@ class Connection:
         self,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
         on_retry: Callable[[TailpackError, float], None] = ignore,
+        *,
+        session: bool = True,
     ) -> AsyncTailpack:
         """Not connected yet; the caller closes it."""
         return AsyncTailpack(
-            self.address, tenant=self.tenant, token=self.token, tls=self.tls, retry=retry, on_retry=on_retry
+            self.address,
+            tenant=self.tenant,
+            token=self.token,
+            tls=self.tls,
+            session=session,
+            retry=retry,
+            on_retry=on_retry,
         )
 
     def blocking_client(self) -> Tailpack:

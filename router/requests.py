@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 CANCEL_TIMEOUT_S = 2.0
 
+GOODBYE_S = 1.0
+"""For callers whose sessions have no calls any more to have read the last answers, when the router leaves."""
+
 FEATURES = ("session",)
 """What callers may use of this router: clients ask for them (Stats) before they do."""
 
@@ -127,12 +130,18 @@ class Requests:
         self.tokenizer.close()
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuses new requests; waits for the running ones. False when some were left after grace_s."""
+        """Refuses new requests; waits for the running ones, and then a little for callers to end their sessions. False
+        when requests were left after grace_s.
+        """
         self.admission.draining = True
         self._workers_changed()
         for session in self.sessions:
             session.say_goodbye()
-        return await self.admission.drain(grace_s)
+        drained = await self.admission.drain(grace_s)
+        ends = time.monotonic() + GOODBYE_S
+        while drained and self.sessions and time.monotonic() < ends:
+            await asyncio.sleep(0.01)
+        return drained
 
     @property
     def num_in_flight(self) -> int:

@@ -108,7 +108,6 @@ class Session:
         self._outbox: deque[_Outgoing] = deque()
         self._wake = asyncio.Event()
         self._is_read = False  # to its end: no calls will follow
-        self._leaves = False  # said goodbye
         self._failure: Exception | None = None
 
     async def serve(
@@ -135,8 +134,7 @@ class Session:
                 call.task.cancel()
 
     def say_goodbye(self) -> None:
-        """The router leaves: the stream ends with its last call."""
-        self._leaves = True
+        """The router leaves. The caller ends the stream behind its last call."""
         self._outgoing().message.goodbye = True
 
     # --- what is sent ---
@@ -150,7 +148,7 @@ class Session:
 
     async def _next(self) -> _Outgoing | None:
         while not self._outbox and self._failure is None:
-            if (self._is_read or self._leaves) and not self._calls:
+            if self._is_read and not self._calls:
                 return None
             self._wake.clear()
             await self._wake.wait()

@@ -95,8 +95,8 @@ class SyncSession:
         while True:
             with self._changed:
                 while (message := self._calls.outgoing()) is None:
-                    if self._calls.lost is not None:
-                        return
+                    if self._calls.lost is not None or self._calls.is_through:
+                        return  # which ends our side
                     self._changed.wait()
             yield message
 
@@ -112,6 +112,8 @@ class SyncSession:
             for message in self._stream:
                 with self._changed:
                     self._calls.take(message)
+                    if self._calls.is_through:
+                        self._changed.notify()
             self._lose(Lost(Unavailable("the router ended the session"), spoken=False))
         except (grpc.RpcError, Unavailable) as failed:
             if not self._opened.done():

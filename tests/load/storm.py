@@ -634,7 +634,7 @@ def expected(sizes: Sizes) -> dict[str, int]:
         "probe by Cancel: found False": 2 * sizes.probes,
         "probe by Cancel: BAD_REQUEST_ID": sizes.probes,
         "probe by Resume: UNKNOWN_REQUEST": 2 * sizes.probes,
-        "probe by Resume: INVALID_REQUEST": sizes.probes,
+        "probe by Resume: BAD_REQUEST_ID": sizes.probes,
         "probe by the same id: own answer": sizes.probes,
     }
 

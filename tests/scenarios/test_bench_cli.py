@@ -21,6 +21,7 @@ from router.bench_cli import bench_group
 from router.bench_load import GENERATOR_FULL, UNFINISHED, Generator, Load, Run, run_load
 from router.bench_statistics import Durations, Mix
 from router.client import AsyncTailpack
+from tests.scenarios import fake_router
 from tests.scenarios.fake_router import TEXTS, Call, FakeRouter, Plan, fake_routers
 from tests.scenarios.router_harness import ONCE, ROOT, until
 
@@ -191,6 +192,26 @@ async def test_the_command_writes_a_table_records_and_a_picture(tmp_path: Path) 
     assert records[0]["percentiles"]["p50"] <= records[0]["percentiles"]["p99"] <= records[0]["percentiles"]["max"]
     picture = (tmp_path / "p.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+
+
+@pytest.mark.parametrize("own_streams", [False, True])
+async def test_requests_share_a_session_or_have_streams_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_streams: bool
+) -> None:
+    monkeypatch.setattr(fake_router, "SESSIONS", True)
+    async with fake_routers(lambda call: WHOLE) as (router,):
+        arguments = [
+            "--requests",
+            "9",
+            "--json",
+            str(tmp_path / "r.jsonl"),
+            *(["--own-streams"] if own_streams else []),
+        ]
+        command = _command(router.address, *arguments)
+        done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert (router.num_sessions, len(router.calls)) == (0 if own_streams else 1, 9)
+    assert json.loads((tmp_path / "r.jsonl").read_text().splitlines()[0])["load"]["own_streams"] is own_streams
 
 
 async def test_ctrl_c_ends_it_and_prints_what_there_is() -> None:

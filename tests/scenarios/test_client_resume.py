@@ -131,3 +131,20 @@ async def test_leaving_a_resumable_answer_ends_the_work(folder: Path) -> None:
             await asyncio.to_thread(chunks.close)
             await until(lambda: not it.one.workers[0].active)
         await it.settled()
+
+
+async def test_many_answers_of_one_session_stay_whole_when_it_is_cut_in_the_middle_of_messages(folder: Path) -> None:
+    async with scene(folder, every_s=0.001) as it:
+        async with AsyncTailpack(it.addresses[0], retry=RetryPolicy(50, 0.001, 0.02)) as client:
+
+            async def caller() -> None:
+                for _ in range(6):
+                    chunks = [chunk async for chunk in client.generate("x" * 4000, resumable=True)]
+                    assert Answer.of(chunks).text == TEXT
+
+            async with asyncio.TaskGroup() as callers:
+                running = [callers.create_task(caller()) for _ in range(16)]
+                while not all(task.done() for task in running):
+                    await asyncio.sleep(0.05)
+                    it.cut()
+        await it.settled()

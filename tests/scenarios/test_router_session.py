@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from structlog.testing import capture_logs
 
 from protos import errors, router_pb2, router_pb2_grpc, rpc, worker_pb2
 from protos.errors import TailpackError
-from router import client_session, relay, session
+from router import client_session, relay, requests, session
+from router.async_session import AsyncSession
 from router.auth import TokensFile
 from router.client import AsyncTailpack, Tailpack, build_request
 from tests.scenarios.fake_worker import Script, worker_info
@@ -414,7 +415,9 @@ async def test_a_router_that_leaves_says_goodbye_ends_what_runs_and_takes_no_mor
         assert not draining.done()
         it.workers[0].gate.set()
         await one.answer(1)
+        await one.stream.done_writing()
         assert await draining
+        assert not it.requests.sessions
         assert not await one.hear()  # nothing is left to be said
         assert await one.stream.code() is grpc.StatusCode.OK
 
@@ -439,20 +442,40 @@ async def test_a_router_waits_for_what_it_has_not_written_yet(folder: Path) -> N
                     for number in numbers
                     if not one.ended(number)
                 ]
-                with suppress(grpc.RpcError):  # the router may have written all and ended the stream
-                    await one.say(taken=taken)
+                await one.say(taken=taken)
+                if all(one.ended(number) for number in (*numbers, 9)):
+                    await one.stream.done_writing()
             assert await draining
             for number in (*numbers, 9):
                 await one.answer(number)
         await it.settled()
 
 
-async def test_an_idle_session_ends_when_its_router_leaves(folder: Path) -> None:
-    async with cluster(folder, HELD) as it, wire(it) as one:
+@pytest.mark.parametrize("flavour", [AsyncTailpack, Tailpack])
+async def test_a_client_ends_its_session_when_its_router_leaves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flavour: type[AsyncTailpack] | type[Tailpack]
+) -> None:
+    monkeypatch.setattr(requests, "GOODBYE_S", HANG_S)
+    async with cluster(folder, Script([5, EOS])) as it:
+        if flavour is Tailpack:
+            client = Tailpack(it.address)
+            await asyncio.to_thread(client.complete, "x")
+        else:
+            await answer(it.client, "x")
+        (served,) = it.requests.sessions
         assert await it.requests.drain(HANG_S)
-        while await one.hear():
-            pass
-        assert one.goodbye
+        assert not it.requests.sessions and served._is_read
+        if flavour is Tailpack:
+            await asyncio.to_thread(client.close)
+
+
+async def test_a_router_does_not_wait_long_for_who_hears_no_goodbye(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "GOODBYE_S", 0.05)
+    async with cluster(folder, HELD) as it, wire(it):
+        assert await it.requests.drain(HANG_S)
+        assert it.requests.sessions
 
 
 async def test_the_client_goes_on_at_another_router_when_one_says_goodbye(folder: Path) -> None:
@@ -548,6 +571,9 @@ async def test_a_client_of_a_router_that_is_replaced_opens_a_new_session(folder:
         (served,) = it.requests.sessions
         served._failure = errors.Unavailable("cut by the test")
         served._wake.set()
-        await until(lambda: not it.requests.sessions)
+        (opening,) = it.client._sessions.values()
+        opened = opening.result()
+        assert isinstance(opened, AsyncSession)
+        await until(lambda: opened.is_over and not it.requests.sessions)
         await answer(it.client, "x")
         assert len(it.requests.sessions) == 1
