@@ -6,7 +6,20 @@ from __future__ import annotations
 
 from kernels.cells import ROW_TYPES, Cell
 
-V4_KERNELS = ("partial", "read", "write", "rotate", "route", "order", "spread", "swiglu", "sum", "softmax", "complete")
+V4_KERNELS = (
+    "partial",
+    "read",
+    "write",
+    "rotate",
+    "route",
+    "order",
+    "spread",
+    "swiglu",
+    "sum",
+    "softmax",
+    "complete",
+    "choose",
+)
 
 
 def v4_step_cell(row_type: str, streams: int, iterations: int) -> Cell:

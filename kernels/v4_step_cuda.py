@@ -254,6 +254,17 @@ class V4Step:
         self._run("softmax", batch * heads, (scores, hidden, sinks, out, heads, n, _bits(scale)))
         return out
 
+    def choose(self, scores: Tensor, num_visible: Tensor, topk: int) -> Tensor:
+        """scores [B, N] float32, num_visible [B] int64 -> as ``deepseek_v4_indexer.choose``, [B, topk] int64; but that
+        NaN is the worst score.
+        """
+        batch, n = scores.shape
+        self._demand(scores, torch.float32, (batch, n), aligned=False)
+        self._demand(num_visible, torch.int64, (batch,), aligned=False)
+        out = num_visible.new_empty(batch, topk)
+        self._run("choose", batch, (scores, num_visible, out, n, topk))
+        return out
+
     def complete(
         self,
         pending: Tensor,

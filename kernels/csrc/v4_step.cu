@@ -63,3 +63,7 @@ TAILPACK_V4_KERNEL TAILPACK_KERNEL_COMPLETE(const float* pending, int64_t slot_s
     complete_blocks<T>(pending, slot_stride, ring, width, slots, num_tokens, table, table_width, norm, frequencies, pages,
                        page_stride, rows_per_page, dim, rope, ratio, v4_float(eps));
 }
+TAILPACK_V4_KERNEL TAILPACK_KERNEL_CHOOSE(const float* scores, const int64_t* num_visible, int64_t* chosen, int64_t n,
+                                          int64_t k) {
+    choose_best(scores, num_visible, chosen, n, k);
+}

@@ -409,6 +409,80 @@ __device__ __forceinline__ void sink_softmax(const float* scores, const uint8_t*
         weights[begin + i] = static_cast<T>(hides[i] ? 0.0f : expf(scores[begin + i] * scale - top) / total);
 }
 
+// Larger floats have larger keys; zeros of both signs are equals, and NaN comes last.
+__device__ __forceinline__ uint32_t v4_order_key(float x) {
+    const uint32_t bits = __float_as_uint(x + 0.0f);
+    return !(x == x) ? 0 : (bits & 0x80000000u ? ~bits : bits | 0x80000000u);
+}
+// The sum over all threads before this one. shared: kV4Warps ints, nobody's else until the next barrier.
+__device__ __forceinline__ int v4_before_this(int x, int* shared) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    int sum = x;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    __syncthreads();
+    if (lane == 31) shared[warp] = sum;
+    __syncthreads();
+    int earlier = sum - x;
+    for (int w = 0; w < warp; w++) earlier += shared[w];
+    return earlier;
+}
+
+// The k best of each row's first num_visible scores, of equal ones the first; in rising order, -1 behind them. scores
+// [rows][n] f32, num_visible [rows], chosen [rows][k]. Grid: rows.
+__device__ __forceinline__ void choose_best(const float* scores, const int64_t* num_visible, int64_t* chosen, int64_t n,
+                                            int64_t k) {
+    __shared__ uint32_t bins[256], found[2];
+    __shared__ int sums[kV4Warps];
+    const int thread = static_cast<int>(threadIdx.x);
+    const int64_t row = blockIdx.x, sees = num_visible[row] < n ? num_visible[row] : n;
+    const float* own = scores + row * n;
+    int64_t* out = chosen + row * k;
+    if (sees <= k) {
+        for (int64_t i = thread; i < k; i += kV4Threads) out[i] = i < sees ? i : -1;
+        return; // a whole CTA
+    }
+    uint32_t last = 0, left = static_cast<uint32_t>(k); // the last key that is chosen; how many of its equals are
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        __syncthreads();
+        bins[thread] = 0;
+        __syncthreads();
+        for (int64_t i = thread; i < sees; i += kV4Threads) {
+            const uint32_t key = v4_order_key(own[i]);
+            if (shift == 24 || (key ^ last) >> (shift + 8) == 0) atomicAdd(&bins[key >> shift & 255u], 1u);
+        }
+        __syncthreads();
+        const uint32_t mine = bins[255 - thread], better = static_cast<uint32_t>(v4_before_this(static_cast<int>(mine), sums));
+        if (better < left && better + mine >= left) { // one thread's bin
+            found[0] = static_cast<uint32_t>(255 - thread);
+            found[1] = left - better;
+        }
+        __syncthreads();
+        last |= found[0] << shift;
+        left = found[1];
+    }
+    // Each thread has a range of its own, so that places rise with numbers.
+    const int64_t each = (sees + kV4Threads - 1) / kV4Threads, begin = thread * each < sees ? thread * each : sees;
+    const int64_t end = begin + each < sees ? begin + each : sees;
+    int equals = 0, better = 0;
+    for (int64_t i = begin; i < end; i++) {
+        const uint32_t key = v4_order_key(own[i]);
+        equals += key == last;
+        better += key > last;
+    }
+    const int equals_before = v4_before_this(equals, sums), room = static_cast<int>(left) - equals_before;
+    const int taken = better + (room < 0 ? 0 : (room < equals ? room : equals));
+    int64_t place = v4_before_this(taken, sums);
+    int at = equals_before;
+    for (int64_t i = begin; i < end; i++) {
+        const uint32_t key = v4_order_key(own[i]);
+        if (key > last || (key == last && at++ < static_cast<int>(left))) out[place++] = i;
+    }
+}
+
 // The blocks that end with rows' newest tokens: a softmax over tokens, channel by channel, then norm, rotated to the
 // block's first token, kept in pages. A row whose newest token ends no block, or that has none, keeps nothing.
 //

@@ -12,6 +12,7 @@ from kernels.v4_step_cuda import V4Step
 from worker.models import deepseek_v4_moe as moe
 from worker.models.deepseek_v4_compressor import CompressorWeights, compressed_rows, pool
 from worker.models.deepseek_v4_hyper import HyperWeights, Mixing, mixing, read_streams, rms, write_streams
+from worker.models.deepseek_v4_indexer import choose
 from worker.models.deepseek_v4_projections import normed
 from worker.models.deepseek_v4_rope import Rotation, rotate_last, rotation
 
@@ -123,6 +124,12 @@ def checks(step: V4Step, rows: int, sizes: dict[str, int], device: torch.device)
     lacking = (scores * 0.04).masked_fill(hides.unsqueeze(1), -torch.inf)
     all_ = torch.cat((lacking, sinks.view(1, -1, 1).expand(rows, -1, 1)), dim=-1).softmax(-1)[..., :-1]
     yield "softmax", error(step.softmax(scores, hides, sinks, 0.04), all_.to(step.dtype))
+
+    scores = floats(rows, 700)
+    scores[:, ::3] = scores[:, ::3].round()  # equals, zeros of both signs among them
+    visible = torch.tensor([(3, 90, 700, 333, 91)[row % 5] for row in range(rows)], device=device)
+    scores[:, 650] = torch.where(visible > 650, scores[:, 650], torch.nan)
+    yield "choose", 0.0 if torch.equal(step.choose(scores, visible, 90), choose(scores, visible, 90)) else 1.0
 
     for name, ratio, overlap in (("csa", 4, 1), ("hca", 16, 0)):
         yield f"complete {name}", _complete_error(step, rows, size.dim, ratio, overlap, random, device)

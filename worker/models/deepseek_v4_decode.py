@@ -79,7 +79,8 @@ def _compressed(
         return reads.blocks(layer, row, ratio)
     assert step.index_q is not None and step.index_weights is not None
     scores = _scores(step.index_q[reads.rows], step.index_weights[reads.rows], layer, ratio, reads)
-    chosen = choose(scores, reads.num_blocks(ratio), config.index_topk)
+    visible, topk = reads.num_blocks(ratio), config.index_topk
+    chosen = choose(scores, visible, topk) if kernels is None else kernels.choose(scores, visible, topk)
     return reads.chosen(layer, row, chosen)
 
 

@@ -44,6 +44,9 @@ void v4_complete(int64_t ctas, const float* a, int64_t b, int64_t c, int64_t d, 
                  int64_t p, int64_t q) {
     run_v4(ctas, TAILPACK_KERNEL_COMPLETE, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q);
 }
+void v4_choose(int64_t ctas, const float* a, const int64_t* b, int64_t* c, int64_t d, int64_t e) {
+    run_v4(ctas, TAILPACK_KERNEL_CHOOSE, a, b, c, d, e);
+}
 void v4_softmax(int64_t ctas, const float* a, const uint8_t* b, const float* c, T* d, int64_t e, int64_t f, int64_t g) {
     run_v4(ctas, TAILPACK_KERNEL_SOFTMAX, a, b, c, d, e, f, g);
 }
