@@ -14,7 +14,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protos import rpc
-from protos.errors import ConfigError
+from protos.errors import ConfigError, InvalidRequest, Unavailable
+from router.http_body import json_response
+from router.http_errors import to_http
 
 MAX_CONNECTIONS = 4096
 MAX_HEAD_BYTES = 32 << 10
@@ -41,8 +43,17 @@ class HttpServer:
     """
 
     def __init__(self, app: Any, tls: ssl.SSLContext | None = None) -> None:
+        async def bounded(scope: Any, receive: Any, send: Any) -> None:
+            """uvicorn's own limit answers in plain text."""
+            if len(self._server.server_state.connections) > MAX_CONNECTIONS:
+                error = to_http(_too_many())
+                refusal = json_response(error.body, error.status, {**error.headers, "connection": "close"})
+                await refusal(scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
         self._config = uvicorn.Config(
-            app,
+            bounded,
             http=_Protocol,
             ws="none",
             lifespan="off",
@@ -52,7 +63,6 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            limit_concurrency=MAX_CONNECTIONS,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         self._tls = tls
@@ -150,6 +160,19 @@ class _Protocol(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def send_400_response(self, msg: str) -> None:
+        """In the form of the door's other errors. uvicorn's is plain text."""
+        allowed = f"HTTP/1.1, with a head of at most {MAX_HEAD_BYTES} bytes"
+        error = to_http(InvalidRequest(msg.rstrip("."), reason="NOT_HTTP", allowed=allowed))
+        response = json_response(error.body, error.status, {**error.headers, "connection": "close"})
+        for event in (
+            h11.Response(status_code=error.status, headers=response.raw_headers, reason=b"Bad Request"),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
         super().connection_lost(exc)
@@ -166,6 +189,15 @@ class _Protocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def _too_many() -> Unavailable:
+    return Unavailable(
+        "this router has too many connections",
+        reason="TOO_MANY_CONNECTIONS",
+        allowed=f"{MAX_CONNECTIONS} at its HTTP door",
+        retry_after_ms=1000,
+    )
 
 
 def _notice_dead_peers(connection: socket.socket) -> None:

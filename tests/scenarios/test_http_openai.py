@@ -409,6 +409,18 @@ async def test_a_slow_body_is_no_slow_head(door: Door, monkeypatch: pytest.Monke
         assert (await read_reply(reader)).status == 200
 
 
+async def test_a_connection_above_the_limit_is_refused_by_name(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+    async with door.connection() as (reader, writer):
+        writer.write(request_bytes("GET", "/health/live"))
+        assert (await read_reply(reader)).status == 200
+        reply = await door.send("GET", "/health/live")
+        assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "TOO_MANY_CONNECTIONS", "1")
+        assert reply.headers["connection"] == "close"
+    await until(lambda: not door.server._server.server_state.connections)
+    assert (await door.send("GET", "/health/live")).status == 200
+
+
 async def test_a_head_without_end_is_refused(door: Door) -> None:
     async with door.connection() as (reader, writer):
         writer.write(b"GET /health/live HTTP/1.1\r\nx-a: " + b"a" * http_server.MAX_HEAD_BYTES)
@@ -424,7 +436,12 @@ async def test_what_is_not_http_is_refused(door: Door, garbage: bytes) -> None:
     async with door.connection() as (reader, writer):
         writer.write(garbage + b"\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
-            assert (await reader.read()).startswith((b"HTTP/1.1 400", b"HTTP/1.1 505"))
+            reply = await reader.read()
+            assert reply.startswith(b"HTTP/1.1 400")
+            head, _, body = reply.partition(b"\r\n\r\n")
+            assert b"content-type: application/json" in head.lower()
+            error = json.loads(body)["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "NOT_HTTP")
     assert (await door.send("GET", "/health/live")).status == 200
 
 
