@@ -71,8 +71,7 @@ TINY: dict[str, Any] = SMOLLM2 | {
 PROMPTS = (1, 40, 130, 262, 300, 520, 700, 1000)
 KINDS = ("worker", "kvstore", "fault", "worker", "worker,kvstore", "kvstore,worker", "both")
 KEEPS_MEMORY = ("worker", "kvstore", "fault")
-FAULT_AT = (60, 300)  # steps of the worker's life
-COLD_ROUNDS = 2
+FAULT_FROM = 60  # steps of the worker's life, up to half of an answer
 MOMENT = (0.02, 0.4)  # of the time that the undisturbed run took: when to strike, counted from the last first token
 TIMEOUT_S = 120.0
 LAST_ROUNDS_S = 15.0  # kept for the end
@@ -139,7 +138,7 @@ class Chaos:
     """
 
     def __init__(
-        self, device: str, model: Path, options: Sequence[str], seed: int, most_tokens: int, streams: int
+        self, device: str, model: Path, options: Sequence[str], seed: int, most_tokens: int, streams: int, cold: int
     ) -> None:
         fixed: tuple[str, ...] = (
             "--max-running",
@@ -163,6 +162,7 @@ class Chaos:
         self.whole_s = 0.0
         self.lines: list[dict[str, Any]] = []
         self.number = 0  # of rounds
+        self.cold = cold  # of these, so many with every process from nothing
         self.failed = 0  # nodes
 
     def say(self, case: str, passed: bool, **found: Any) -> None:
@@ -177,7 +177,7 @@ class Chaos:
             while self.number < most_rounds and time.monotonic() < deadline - LAST_ROUNDS_S:
                 if self.failed > MOST_FAILURES:
                     break
-                if self.number >= COLD_ROUNDS:
+                if self.number >= self.cold:
                     launcher = await forked
                 await self._node(launcher, forked, kinds, deadline, most_rounds)
         (await forked).close()
@@ -195,11 +195,11 @@ class Chaos:
                     await self._undisturbed(node)
                 while self.number < most_rounds and time.monotonic() < deadline - LAST_ROUNDS_S:
                     kind = kinds[self.number % len(kinds)]
-                    if self.number == COLD_ROUNDS:
+                    if self.number == self.cold:
                         node.zygote = await forked
                     if kind == "fault":
                         await self._doom(node)
-                    await self._round(node, kind, cold=self.number < COLD_ROUNDS)
+                    await self._round(node, kind, cold=self.number < self.cold)
                 await node.stop()
                 assert not node.faults, node.faults
         except Exception:  # noqa: BLE001 - told like any other finding
@@ -213,8 +213,9 @@ class Chaos:
         """The worker's next life is one whose GPU fails in some step."""
         node.errors_expected = True
         (worker,) = node.workers
+        step = self.rng.randint(FAULT_FROM, min(ask.max_tokens for ask in self.asks) // 2)
         call = "launch" if "--decode-graphs" in self.setting.options else "run"
-        worker.deaths.append(Death.parse(f"fail:worker.model_runner:ModelRunner.{call}:{self.rng.randint(*FAULT_AT)}"))
+        worker.deaths.append(Death.parse(f"fail:worker.model_runner:ModelRunner.{call}:{step}"))
         await _kill(node, worker)
         await node.all_up()
 
@@ -458,6 +459,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="two layers instead of thirty")
     parser.add_argument("--seconds", type=float, default=150.0, help="no round begins later")
     parser.add_argument("--rounds", type=int, default=1000, help="at most")
+    parser.add_argument("--cold", type=int, default=2, help="rounds with every process from nothing")
     parser.add_argument("--kinds", default=" ".join(KINDS), help="of rounds, in turn")
     parser.add_argument("--streams", type=int, default=len(PROMPTS))
     parser.add_argument("--most-tokens", type=int, default=600)
@@ -477,7 +479,7 @@ def main() -> int:
     options += ["--decode-graphs"] * asked.graphs
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "random", **(TINY if asked.tiny else SMOLLM2))
-        chaos = Chaos(asked.device, model, options, asked.seed, asked.most_tokens, asked.streams)
+        chaos = Chaos(asked.device, model, options, asked.seed, asked.most_tokens, asked.streams, asked.cold)
         asyncio.run(chaos.run(asked.kinds.split(), deadline, asked.rounds))
     after = settled_mib(None if before is None else before + SLACK_MIB)
     back = before is None or (after is not None and after <= before + SLACK_MIB)
