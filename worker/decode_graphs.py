@@ -94,6 +94,10 @@ class DecodeGraphs:
         No row may have entered. Raises what loading raises; the rows of a step that is captured are padding.
         """
         began = time.monotonic()
+        if self.baked is not None:  # captured anew: what the old graphs had is let go of once they are gone
+            self._replays.clear()
+            self.baked.end()
+            self.baked.release()
         self.layers.load()
         on_gpu = self._device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if on_gpu else None

@@ -103,6 +103,17 @@ def test_the_next_sequence_finds_what_moved(harness: Harness, change: Any) -> No
     assert refused.value.reason == "BAKED_MOVED"
 
 
+def test_graphs_captured_anew_guard_what_is_there_then(harness: Harness) -> None:
+    harness.run(request("first", (5, 6, 7), 3))
+    graphs = graphs_of(harness)
+    before = graphs.baked
+    replaced_words(graphs)
+    with torch.inference_mode():
+        graphs.capture()
+    assert before is not None and not before.tensors and graphs.baked is not None
+    graphs.baked.check()
+
+
 def test_it_cannot_be_released_while_a_graph_lives() -> None:
     words = torch.zeros(4)
     baked = Baked(words=words)
