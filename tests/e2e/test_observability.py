@@ -101,7 +101,7 @@ async def test_dashboard_alerts_and_scaling_name_what_the_processes_export(clust
                     components.append(sample.labels["component"])
                 owners.add(sample.labels.get("owner"))
     assert sorted(components) == ["kvstore", "router", "worker", "worker"]
-    assert "process" in owners  # an alert watches it
+    assert "unknown" in owners  # an alert watches it
     exported[ONLY_UNDER_TLS]  # its test: tests/scenarios/test_router_guarded.py
     of_the_chart = promql(render(example("eight-gpu-nodes"))) + promql(render(example("multi-tenant-mtls")))
     assert len(of_the_chart) > 20
