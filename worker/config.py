@@ -54,8 +54,9 @@ class WorkerConfig:
         prefill_chunk: prompt tokens that one step may compute. In deterministic mode it counts in whole spans of 128
             tokens, at least one, and does not change any result.
         step_time_budget_ms: how long a step with decode rows may take, so that a long prompt beside them does not stall
-            them: its chunk is cut to the time that is left, as measured in the steps before. 0: no limit; -1: two and a
-            half times what the decode rows take by themselves, with decode_graphs, else no limit.
+            them: its chunk is cut to the time that is left, as measured in the steps before; with decode_graphs, llama
+            family, it runs a few layers a step instead. 0: no limit; -1: two and a half times what the decode rows take
+            by themselves, with decode_graphs, else no limit.
         deterministic: results of a sequence do not depend on its batch mates (DESIGN.md 3.5).
         decode_graphs: decode rows run from CUDA graphs, sampling included. On a GPU, not with drafts; elsewhere it is
             refused. In deterministic mode they all run from one graph, of max_running rows; llama family only.

@@ -42,10 +42,10 @@ from worker.gpu_kernels import naming_kernels
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView
 from worker.lasting import KvMemory
-from worker.model_runner import ModelRunner, Step
+from worker.model_runner import ModelRunner, Slices, Step
 from worker.models.deepseek_v4 import DeepseekV4
 from worker.sampler import Draw, Drawn, sample
-from worker.scheduler import TimeBudget, Work, schedule
+from worker.scheduler import TimeBudget, Work, decodes, schedule
 from worker.sequence import (
     Load,
     Output,
@@ -72,6 +72,9 @@ GROWTH_TOKENS = 256
 """In admission "recompute" a sequence is promised this much more than it has, again and again."""
 STEP_OF_DECODE = 2.5
 """A step with decode rows takes at most so much of what they take alone, where the config does not say."""
+CHUNK_BY_LAYERS = 1024
+"""Prompt tokens that are computed together beside decode rows, a few layers a step: so many that products are near the
+GPU's speed and a long history is seldom gathered, so few that one layer of them is a small part of a step."""
 FIRST_STEP_S = 0.05  # while that is not known
 DECODE_SHARE = 0.1  # of a step in the running mean
 WARM_UP = "warm-up"  # id of the first sequence of all
@@ -89,6 +92,15 @@ class _Flight:
     traced: NoStep | TracedStep
     begun: int | Step
     behind: Behind | None = None
+
+
+@dataclass
+class _Chunk:
+    """Prompt tokens that are computed layer by layer, beside others' decode steps."""
+
+    work: list[Work]
+    new_pages: NewPages
+    slices: Slices
 
 
 class Engine:
@@ -166,6 +178,8 @@ class Engine:
         self._running: list[Sequence] = []  # oldest first
         self._ended = Ended(self._held)
         self._flight: _Flight | None = None  # launched, and its tokens not read
+        self._chunk: _Chunk | None = None
+        self._layer_token_s = 0.0  # a layer of the newest chunk, a token; 0: not known
         self._prefill_time = PrefillTime()
         self._decode_s = 0.0  # what decode rows take alone; 0: not known
         self._outputs: list[Output] = []
@@ -426,23 +440,32 @@ class Engine:
         self._attachment.look_after()
         flight, self._flight = self._flight, None
         if flight is None:
+            if self._chunk is not None and (self._chunk.slices.done or self._ends_in_chunk()):
+                self._land_chunk()
             self._take_inbox()
             self._admit()
             self._publish_load()
             work = self._in_step = self._schedule()
+            work = self._begin_chunk(work)
             flight = self._launch(work) if work else None
             steady = False
         else:
             steady = True  # launched before this step began
         if flight is not None:
-            self._in_step = flight.work
+            self._in_step = [*flight.work, *(self._chunk.work if self._chunk is not None else ())]
             ahead = self._launch_ahead(flight)
+            alone = self._chunk is None
+            self._advance_chunk()
             self._land(flight)
             if ahead is not None and not all(w.sequence.finished for w in ahead.work):
                 self._flight = ahead
             self._counters.num_steps += 1
             self._counters.last_step_ns = time.monotonic_ns() - began_ns
-            self._learn(flight, (time.monotonic_ns() - began_ns) / 1e9, steady or not self._config.decode_graphs)
+            if alone:
+                self._learn(flight, (time.monotonic_ns() - began_ns) / 1e9, steady or not self._config.decode_graphs)
+        elif self._chunk is not None:  # nobody decodes any more
+            self._land_chunk()
+            self._counters.num_steps += 1
         self._in_step = []
         self._publish()
 
@@ -457,21 +480,73 @@ class Engine:
         if chunks and (self._decode_s or not decoded):
             self._prefill_time.observe(chunks, seconds - decoded * (captured_s or self._decode_s))
 
-    def _time_budget(self) -> TimeBudget | None:
+    def _budget_s(self) -> float:
+        """For prompt tokens in a step in which others decode; 0 or less: no limit."""
         budget_s = self._config.step_time_budget_ms / 1e3
-        if budget_s < 0 and self._config.decode_graphs:
+        if budget_s < 0:
             budget_s = STEP_OF_DECODE * self._decode_s or FIRST_STEP_S
-        return TimeBudget(budget_s - self._decode_s, self._prefill_time) if budget_s > 0 else None
+        return budget_s - self._decode_s
+
+    @property
+    def _by_layers(self) -> bool:
+        """Whether prompts beside captured decode rows run a few layers a step: larger chunks, and yet short steps."""
+        return self._runner.has_layers and self._config.decode_graphs and self._config.step_time_budget_ms != 0
 
     def _schedule(self) -> list[Work]:
+        running, budget = self._trials.of(self._running), self._config.prefill_chunk
+        decoding = [s for s in running if decodes(s, self._config.deterministic)]
+        asked = self._config.step_time_budget_ms
+        timed = not self._by_layers and (asked > 0 or (asked < 0 and self._config.decode_graphs))
+        if self._chunk is not None:
+            in_chunk = {w.sequence for w in self._chunk.work}
+            running = [s for s in decoding if s not in in_chunk]
+        elif decoding and self._by_layers:
+            budget = min(budget, CHUNK_BY_LAYERS)
         work = schedule(
-            self._trials.of(self._running),
-            prefill_budget=self._config.prefill_chunk,
+            running,
+            prefill_budget=budget,
             deterministic=self._config.deterministic,
             one_span=self._config.deterministic and (self._held.has_tails or self._drafter is not None),
-            time_budget=self._time_budget(),
+            time_budget=TimeBudget(self._budget_s(), self._prefill_time) if timed else None,
         )
+        if self._chunk is not None and any(w.end > w.sequence.num_promised for w in work):
+            self._land_chunk()  # what grows may drop others
         return self._grow(work) if self._config.admission == "recompute" else work
+
+    def _begin_chunk(self, work: list[Work]) -> list[Work]:
+        """Takes the prompts' part out of a step, to run it layer by layer beside this and further steps."""
+        chunk = [w for w in work if not self._runner.captures(w)]
+        if not self._by_layers or self._chunk is not None or not chunk or len(chunk) == len(work):
+            return work
+        new_pages = self._held.reserve(chunk)
+        self._mark_first_run(chunk)
+        self._chunk = _Chunk(chunk, new_pages, self._runner.by_layers(chunk))
+        return [w for w in work if self._runner.captures(w)]
+
+    def _advance_chunk(self) -> None:
+        """Launches as many layers as fit a step's time, behind its decode rows."""
+        if self._chunk is None or self._chunk.slices.done:
+            return
+        slices, tokens = self._chunk.slices, sum(w.count for w in self._chunk.work)
+        # Till its own layers have been timed it goes by the chunk before, with care.
+        layer_s = slices.layer_s or self._layer_token_s * tokens
+        most = int(self._budget_s() / layer_s) if layer_s else 1
+        slices.advance(max(1, most if slices.layer_s else min(2, most)))
+        if slices.layer_s:
+            self._layer_token_s = slices.layer_s / tokens
+
+    def _ends_in_chunk(self) -> bool:
+        """Whether a sequence shall be aborted whose rows are being computed: they go where others' may be soon."""
+        assert self._chunk is not None
+        with self._lock:
+            return any(w.sequence in self._to_abort for w in self._chunk.work)
+
+    def _land_chunk(self) -> None:
+        """Launches what is left of a chunk, waits for it and keeps it."""
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            step = chunk.slices.step()
+            self._keep(chunk.work, step, chunk.new_pages, None, self._spans.step(chunk.work, self._held.kv.counters))
 
     def _launch(self, work: list[Work]) -> _Flight:
         """Begins a step: its pages are there, and its rows are being computed, or are computed already."""
@@ -489,7 +564,7 @@ class Engine:
         if isinstance(flight.begun, Step) or self._has_news() or self._may_admit():
             return None
         flying = [w for w in flight.work if not w.sequence.finished]
-        if len(flying) < len(self._running):
+        if self._chunk.slices.done if self._chunk is not None else len(flying) < len(self._running):
             return None
         flight.behind = self._held.seal_behind(flying, flight.new_pages)
         work = [Work(w.sequence, w.end, 1) for w in flying if w.end + 1 < w.sequence.max_total_tokens]
@@ -515,16 +590,21 @@ class Engine:
         work = [w for w in flight.work if not w.sequence.finished]
         if len(work) < len(flight.work):  # some ended with the step before, captured rows all
             step = replace(step, workspace_rows=(-1,) * len(work))
+        behind = flight.behind
+        if behind is None and not isinstance(begun, Step):
+            behind = self._held.seal_behind(work, flight.new_pages)
+        self._keep(work, step, flight.new_pages, behind, traced)
+
+    def _keep(
+        self, work: list[Work], step: Step, new_pages: NewPages, behind: Behind | None, traced: NoStep | TracedStep
+    ) -> None:
         said = self._sample(work, step)
         traced.mark("sample")
         if self._drafter is not None:
             self._drafter.follow(work, step, said)
             traced.mark("draft")
-        behind = flight.behind
-        if behind is None and not isinstance(begun, Step):
-            behind = self._held.seal_behind(work, flight.new_pages)
         if behind is None:
-            kept = self._held.keep_rows(work, step, flight.new_pages)
+            kept = self._held.keep_rows(work, step, new_pages)
         else:
             kept = self._held.keep_behind(work, step, behind)
         traced.mark("seal")
@@ -540,6 +620,7 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is not None:
             self._land(flight)
+        self._land_chunk()
 
     def _take_inbox(self) -> None:
         self._wake.clear()

@@ -303,10 +303,12 @@ class Slices:
     def advance(self, num_layers: int) -> None:
         """Launches so many more layers, at most."""
         with _current(self._network.device), Stopwatch(self._network.device) as took:
-            for _ in range(num_layers):
-                if self._logits is None:
-                    self._logits = next(self._layers)
-        self._timed.append((took, num_layers))
+            count = 0
+            while count < num_layers and self._logits is None:
+                self._logits = next(self._layers)
+                count += self._logits is None
+        if count:  # else it was the logits alone
+            self._timed.append((took, count))
         while self._timed and self._timed[0][0].is_done:
             earlier, count = self._timed.pop(0)
             self.layer_s = earlier.seconds() / count

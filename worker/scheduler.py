@@ -80,10 +80,10 @@ def schedule(
     left = prefill_budget
     prefilled = False
     chunks: list[tuple[int, int]] = []
-    if not any(_decodes(sequence, deterministic) for sequence in running):
+    if not any(decodes(sequence, deterministic) for sequence in running):
         time_budget = None  # nobody waits for the step
     for sequence in running:
-        if _decodes(sequence, deterministic):
+        if decodes(sequence, deterministic):
             num_drafts = len(sequence.drafts) if sequence.num_uncomputed == 1 else 0
             work.append(Work(sequence, sequence.num_computed, 1 + num_drafts, num_drafts))
             continue
@@ -111,7 +111,7 @@ def schedule(
     return work
 
 
-def _decodes(sequence: Sequence, deterministic: bool) -> bool:
+def decodes(sequence: Sequence, deterministic: bool) -> bool:
     """Whether the sequence's next token is a row by itself."""
     replaying = deterministic and sequence.num_computed >= sequence.num_prompt
     return replaying or sequence.num_uncomputed == 1

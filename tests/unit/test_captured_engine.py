@@ -17,6 +17,7 @@ from tests.unit.gpu_pair import MODES, prompt
 from tests.unit.test_decode_graphs import SHAPE
 from tests.unit.tiny import Harness, request, write_model
 from tests.unit.torch_step import TorchLayers, TorchStep
+from worker import model_runner
 from worker.decode_rows import DecodeRows
 
 _LIVES = ((120, 20), (3, 9), (270, 12), (30, 4), (14, 16), (250, 30))
@@ -29,7 +30,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., H
     path = write_model(tmp_path / "model", seed=5, **SHAPE)
 
     def make(*, ahead: bool = True, **settings: Any) -> Harness:
-        more = {"dtype": "float16", "device": "cuda:0", "max_running": 4, "prefill_chunk": 256, **settings}
+        more = {"dtype": "float16", "device": "cuda:0", "max_running": 4, "prefill_chunk": 1024, **settings}
         harness = Harness.load(path, decode_graphs=True, **more)
         if not ahead:
             harness.engine._launch_ahead = lambda flight: None  # type: ignore[method-assign]
@@ -150,6 +151,54 @@ def test_a_row_computed_once_too_often_is_dropped(captured: Callable[..., Harnes
     assert told["s"] == free["s"] and told["r"] == free["r"][: free["r"].index(stops[0]) + 1]
     layers: Any = rows_of(harness)._graphs.layers
     assert layers.num_computed == len(told["r"]) - 1 + len(told["s"]) - 1 + 1
+
+
+def test_a_prompt_runs_layer_by_layer_between_decode_steps(captured: Callable[..., Harness]) -> None:
+    requests = [request("short", prompt(1, 20), 60), request("long", prompt(2, 700), 3)]
+    want: dict[str, list[int]] = {}
+    for each in requests:
+        want |= captured().run(each)
+    harness = captured()
+    order: list[str] = []
+    graphs: Any = rows_of(harness)._graphs
+    launch: Callable[[int], int] = graphs.launch
+    slices: Any = model_runner.Slices
+    advance = slices.advance
+
+    def launched(rows: int) -> int:
+        order.append("step")
+        return launch(rows)
+
+    def advanced(self: Any, num_layers: int) -> None:
+        order.append("layers")
+        advance(self, num_layers)
+
+    graphs.launch = launched
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices, "advance", advanced)
+        harness.engine.submit(requests[0])
+        harness.step(3)
+        order.clear()
+        told = harness.run(requests[1])
+    assert told["long"] == want["long"] and harness.tokens("short") == want["short"]
+    chunks = [at for at, what in enumerate(order) if what == "layers"]
+    assert len(chunks) >= 2 and "step" in order[chunks[0] : chunks[-1]]
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_prompt_that_is_aborted_between_its_layers_hurts_nobody(captured: Callable[..., Harness], after: int) -> None:
+    want = captured().run(request("short", prompt(1, 20), 60))
+    harness = captured(num_pages=12)
+    harness.engine.submit(request("short", prompt(1, 20), 60))
+    harness.step(3)
+    harness.engine.submit(request("long", prompt(2, 700), 3))
+    harness.step(after)
+    assert harness.engine.abort("long")
+    harness.engine.submit(request("next", prompt(3, 600), 4))  # it needs the pages
+    alone = captured().run(request("next", prompt(3, 600), 4))
+    told = harness.run()
+    assert not told and harness.tokens("short") == want["short"] and harness.tokens("next") == alone["next"]
+    assert harness.attachment.verify() == []
 
 
 def life(harness: Harness, seed: int) -> tuple[dict[str, list[int]], dict[str, list[int]], set[str]]:

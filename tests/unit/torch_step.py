@@ -5,17 +5,20 @@ Each row is computed in a tile of deterministic mode, so its bits depend on noth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels import loader
 from tests.unit.fake_gpu_kernels import ARCH, FakeGpuKernels
-from worker import decode_graphs
-from worker.batch import SpanWork, build_batch
+from worker import decode_graphs, model_runner
+from worker.batch import Batch, SpanWork, build_batch
 from worker.decode_state import SLOTS, DecodeState
 from worker.kv_view import KvView, Workspace
+from worker.models.attention import Attend
 from worker.models.gpu_attention import GpuAttention
 from worker.models.llama import Llama
 from worker.sampler import Draw, sample
@@ -83,10 +86,35 @@ class TorchLayers:
         )
 
 
+class TorchFused:
+    """In place of ``worker.models.llama_fused.FusedLlama``."""
+
+    def __init__(self, network: Llama) -> None:
+        self._network = network
+        self.forward = network.forward
+
+    def by_layers(
+        self, batch: Batch, kv: KvView, workspace: Workspace, attend: Attend
+    ) -> Iterator[torch.Tensor | None]:
+        network = self._network
+        cos, sin = network.cos[batch.positions], network.sin[batch.positions]
+        x = F.embedding(batch.token_ids, network.embed)
+        for index, layer in enumerate(network.layers):
+            q, k, v = network.project(layer, x, cos, sin, batch)
+            k_view, v_view = kv.view(index, "k"), kv.view(index, "v")
+            for view, rows in ((k_view, k), (v_view, v)):
+                kv.append(view, rows, batch.groups[view.group.name])
+                workspace.keep(view, rows)
+            x = network.feed_forward(layer, x, attend(q, k, v, k_view, v_view, kv, batch), batch)
+            yield None
+        yield network.logits(x[batch.logit_rows], batch)[: batch.num_logits]
+
+
 class TorchStep(FakeGpuKernels):
     """``FakeGpuKernels`` with ``TorchLayers``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
         monkeypatch.setattr(decode_graphs, "DecodeLayers", TorchLayers)
+        monkeypatch.setattr(model_runner, "fused", TorchFused)
         monkeypatch.setattr(loader, "arch_of", lambda device: ARCH)

@@ -8,6 +8,8 @@ on what a step's rows are, as ``Llama.row_parts`` has it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -33,6 +35,16 @@ class FusedLlama:
 
     def forward(self, batch: Batch, kv: KvView, workspace: Workspace, attend: Attend) -> torch.Tensor:
         """As ``Llama.forward``."""
+        *_, logits = self.by_layers(batch, kv, workspace, attend)
+        assert logits is not None
+        return logits
+
+    def by_layers(
+        self, batch: Batch, kv: KvView, workspace: Workspace, attend: Attend
+    ) -> Iterator[torch.Tensor | None]:
+        """``forward``, layer by layer: None behind each, then the logits. In between the GPU may be asked for other
+        things, on the same stream.
+        """
         network, kernels, tiles = self._network, self._kernels, batch.tiles
         c, num_rows = network.config, len(batch.token_ids)
         x = F.embedding(batch.token_ids, network.embed)
@@ -56,6 +68,7 @@ class FusedLlama:
             kernels.add_norm(x, delta, layer.post_norm, c.norm_eps, normed)
             kernels.swiglu(layers.linear(normed, layer.gate_up, layer.gate_up_bias, tiles), gated)
             delta = layers.linear(gated, layer.down, layer.down_bias, tiles)
+            yield None
         assert delta is not None
         wanted = batch.logit_rows
-        return network.logits(x[wanted] + delta[wanted], batch)[: batch.num_logits]
+        yield network.logits(x[wanted] + delta[wanted], batch)[: batch.num_logits]
