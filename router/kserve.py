@@ -12,6 +12,7 @@ import structlog
 
 from protos import kserve_pb2, kserve_pb2_grpc, rpc
 from protos.errors import DeadlineExceeded, InternalError, TailpackError
+from protos.limits import choice_id
 from protos.metrics import build_version
 from router.admission import Call
 from router.choices import complete
@@ -117,7 +118,7 @@ class KserveService(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             async with asyncio.TaskGroup() as running:
                 async for request in requests:
                     await slots.acquire()
-                    call_id = f"{metadata.request_id}.{num_requests}"
+                    call_id = choice_id(metadata.request_id, num_requests)  # that no caller can choose
                     num_requests += 1
                     task = running.create_task(self._answer_one(request, metadata, call_id, context, outbox))
                     task.add_done_callback(lambda task: slots.release())

@@ -154,7 +154,7 @@ async def test_a_refused_call_has_its_status_and_reason(folder: Path) -> None:
 
 async def test_requests_of_a_stream_are_answered_side_by_side(folder: Path) -> None:
     def script(submit: worker_pb2.Submit) -> Script:
-        return ENDLESS if submit.request_id.endswith(".0") else Script([70, EOS])
+        return Script([70, EOS]) if submit.request_id.endswith("~1") else ENDLESS
 
     async with kserve_door(folder, script) as (_, stub):
         call = stub.ModelStreamInfer(timeout=HANG_S)
@@ -167,9 +167,25 @@ async def test_requests_of_a_stream_are_answered_side_by_side(folder: Path) -> N
         call.cancel()
 
 
+async def test_requests_of_a_stream_have_ids_of_their_own_and_end_by_its(folder: Path) -> None:
+    async with kserve_door(folder, ENDLESS) as (it, stub):
+        call = stub.ModelStreamInfer(timeout=HANG_S, metadata=rpc.metadata("x"))
+        for _ in range(3):
+            await call.write(asked(max_tokens=4000))
+        await until(lambda: sorted(it.workers[0].active) == ["x", "x~1", "x~2"])
+        others = [it.client.generate("hello", request_id=f"x.{number}") for number in range(3)]
+        for other in others:
+            await anext(other)
+        assert await it.client.cancel("x")
+        await until(lambda: sorted(it.workers[0].active) == ["x.0", "x.1", "x.2"])
+        for other in others:
+            await other.aclose()
+        call.cancel()
+
+
 async def test_an_error_in_one_request_of_a_stream_leaves_the_others(folder: Path) -> None:
     def script(submit: worker_pb2.Submit) -> Script:
-        failing = submit.request_id.endswith(".1")
+        failing = submit.request_id.endswith("~1")
         return Script([70, 71], error=errors.KvLost("its pages are gone") if failing else None)
 
     async with kserve_door(folder, script) as (_, stub):
