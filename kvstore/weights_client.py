@@ -24,13 +24,14 @@ from kvstore.arena import Memory
 from kvstore.fd_server import deliver, fetch
 from kvstore.session import not_there
 from protos import kvstore_pb2, kvstore_pb2_grpc, rpc
-from protos.errors import PreconditionFailed, TailpackError, Unavailable
+from protos.errors import NotBuilt, PreconditionFailed, TailpackError, Unavailable
 
 log = structlog.get_logger("worker.weights")
 
 TIMEOUT_S = 30.0  # of descriptors' way
 RETRY_S = 0.5  # until the next store is looked for
 JOIN_S = 2.0
+OLDER_STORE = "OLDER_KVSTORE"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,12 @@ class Lease:
 
     def _look(self) -> None:
         """Waits for what the store says: others may be making them."""
-        answer = self._stream.receive()
+        try:
+            answer = self._stream.receive()
+        except NotBuilt as older:
+            raise NotBuilt(
+                "the kvstore is an older one and holds no weights", reason=OLDER_STORE, given=self._socket
+            ) from older
         if answer.WhichOneof("message") == "fill":
             self.found = None
             return
@@ -156,6 +162,7 @@ class Lease:
         """Waits for the stream's end; then brings the memory to the next store, as long as it takes."""
         assert self._given is not None
         self._stream.wait()
+        told = ""
         while not self._closed.wait(RETRY_S):
             asked = kvstore_pb2.WeightsOpen()
             asked.CopyFrom(self._asked)
@@ -166,8 +173,9 @@ class Lease:
                 log.info("weights brought to the next kvstore", key=asked.key.hex())
                 stream.wait()
             except TailpackError as failure:
-                if failure.reason != "KVSTORE_NOT_THERE" and not self._closed.is_set():
-                    log.warning("the kvstore does not take the weights", why=str(failure))
+                if failure.reason != "KVSTORE_NOT_THERE" and str(failure) != told and not self._closed.is_set():
+                    told = str(failure)
+                    log.warning("the kvstore does not take the weights", why=told)
             finally:
                 stream.close()
 
@@ -181,7 +189,7 @@ def use_weights(socket: Path, *, worker_id: str, key: bytes, memory: str, model:
         memory: "host", "host:node<n>" or "cuda:GPU-<uuid>".
 
     Raises:
-        Unavailable: KVSTORE_NOT_THERE. NotBuilt: an older store, which holds none.
+        Unavailable: KVSTORE_NOT_THERE. NotBuilt: OLDER_KVSTORE, which holds none.
     """
     return Lease(socket, kvstore_pb2.WeightsOpen(worker_id=worker_id, key=key, memory=memory, model=model))
 

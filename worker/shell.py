@@ -26,9 +26,9 @@ import torch
 
 from kernels.loader import arch_of
 from kvstore.client import Attachment, attach, stats
-from kvstore.weights_client import Lease
+from kvstore.weights_client import OLDER_STORE, Lease
 from protos import kvstore_pb2, rpc, types_pb2, worker_pb2_grpc
-from protos.errors import InternalError, PreconditionFailed, TailpackError
+from protos.errors import InternalError, NotBuilt, PreconditionFailed, TailpackError
 from protos.metrics import OFF, serving_metrics
 from protos.page_hash import PAGE_TOKENS
 from protos.tls import ServerTls
@@ -70,7 +70,12 @@ Prepared = tuple[Model, Lease | None]
 def prepare(config: WorkerConfig) -> Prepared:
     """What a worker needs besides the KV memory. Raises what ``open_model`` raises."""
     if config.weights_arena:
-        return open_model(config)
+        try:
+            return open_model(config)
+        except NotBuilt as older:  # a store of the release before, while both are replaced
+            if older.reason != OLDER_STORE:
+                raise
+            log.warning("weights are loaded for this process alone", why=str(older))
     return load_model(config), None
 
 

@@ -37,7 +37,7 @@ def open_model(config: WorkerConfig, driver: Driver | None = None) -> tuple[Mode
         driver: of the config's GPU; None: CUDA's.
 
     Raises:
-        What ``load_model`` raises. Unavailable: KVSTORE_NOT_THERE. NotBuilt: the store is an older one. CapacityError:
+        What ``load_model`` raises. Unavailable: KVSTORE_NOT_THERE. NotBuilt: OLDER_KVSTORE. CapacityError:
             NOT_ENOUGH_MEMORY, for the weights.
     """
     plan = Plan.of(config)

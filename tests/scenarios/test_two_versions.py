@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,24 @@ from tests.scenarios.fake_worker import Script, worker_info
 from tests.scenarios.kvstore_process import ROOT, StoreProcess, geometry
 from tests.scenarios.router_harness import cluster
 from tests.scenarios.tiny_tokenizer import EOS
-from tests.unit.tiny import write_model
+from tests.unit.tiny import config_for, write_model
+from worker import shell
+from worker.weights import load_model
 
 TIMEOUT_S = 60.0
 TEXT = "hello from a worker"  # what fake workers say
 UNKNOWN_FIELD = bytes([0xFA, 0xFF, 0x01, 3]) + b"new"  # field 4095, length-delimited: nobody has it
 OTHER_LAYOUT = f"import kvstore.attach_stream as s; s.LAYOUT_VERSION = {LAYOUT_VERSION + 1}"
+NO_WEIGHTS = """
+import grpc
+from kvstore.service import KvStoreService
+
+async def unknown(self, requests, context):
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+    yield
+
+KvStoreService.Weights = unknown
+"""
 OTHER_CONTROL = "import kvstore.control as c; c.VERSION += 1"
 
 
@@ -80,6 +93,13 @@ def test_a_worker_beside_a_store_of_another_layout_is_refused_and_says_both(tmp_
         assert f"layout {LAYOUT_VERSION} (worker)" in done.stderr
         assert f"layout {LAYOUT_VERSION + 1} (store)" in done.stderr
         assert not client.stats(socket).devices  # nothing was taken for it
+
+
+def test_a_store_that_holds_no_weights_yet_leaves_them_to_the_worker(tmp_path: Path) -> None:
+    config = config_for(write_model(tmp_path / "model"))
+    with store_of_another_version(NO_WEIGHTS) as socket:
+        model, lease = shell.prepare(replace(config, kv_socket=socket))
+        assert lease is None and model.uses == load_model(config).uses
 
 
 def test_a_control_block_of_another_version_is_not_read() -> None:
