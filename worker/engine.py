@@ -84,7 +84,7 @@ WARM_UP = "warm-up"  # id of the first sequence of all
 class _Flight:
     """A step that was begun: ``begun`` is the number of a captured one, which may still run, or all of any other.
 
-    ``behind``: what was begun behind it.
+    ``behind``: what was begun behind it. ``captured_s``: what its captured rows took, once it has landed.
     """
 
     work: list[Work]
@@ -92,6 +92,7 @@ class _Flight:
     traced: NoStep | TracedStep
     begun: int | Step
     behind: Behind | None = None
+    captured_s: float = 0.0
 
 
 @dataclass
@@ -440,7 +441,7 @@ class Engine:
         self._attachment.look_after()
         flight, self._flight = self._flight, None
         if flight is None:
-            if self._chunk is not None and (self._chunk.slices.done or self._ends_in_chunk()):
+            if self._chunk is not None and self._chunk.slices.done:
                 self._land_chunk()
             self._take_inbox()
             self._admit()
@@ -448,37 +449,31 @@ class Engine:
             work = self._in_step = self._schedule()
             work = self._begin_chunk(work)
             flight = self._launch(work) if work else None
-            steady = False
-        else:
-            steady = True  # launched before this step began
         if flight is not None:
             self._in_step = [*flight.work, *(self._chunk.work if self._chunk is not None else ())]
             ahead = self._launch_ahead(flight)
-            alone = self._chunk is None
             self._advance_chunk()
             self._land(flight)
             if ahead is not None and not all(w.sequence.finished for w in ahead.work):
                 self._flight = ahead
             self._counters.num_steps += 1
             self._counters.last_step_ns = time.monotonic_ns() - began_ns
-            if alone:
-                self._learn(flight, (time.monotonic_ns() - began_ns) / 1e9, steady or not self._config.decode_graphs)
+            self._learn(flight, (time.monotonic_ns() - began_ns) / 1e9)
         elif self._chunk is not None:  # nobody decodes any more
             self._land_chunk()
             self._counters.num_steps += 1
         self._in_step = []
         self._publish()
 
-    def _learn(self, flight: _Flight, seconds: float, whole: bool) -> None:
-        """From how long a step took. ``whole``: the time is all that it took, if it decoded alone."""
+    def _learn(self, flight: _Flight, seconds: float) -> None:
+        """From how long a step took."""
         chunks = [(w.start, w.count) for w in flight.work if w.count > 1 + w.num_drafts]
         decoded = len(chunks) < len(flight.work)
-        captured_s = flight.begun.captured_s if isinstance(flight.begun, Step) else 0.0
-        if decoded and (captured_s or (whole and not chunks)):
-            alone_s = captured_s or seconds
+        alone_s = flight.captured_s or (0.0 if chunks or self._config.decode_graphs else seconds)
+        if decoded and alone_s:
             self._decode_s += DECODE_SHARE * (alone_s - self._decode_s) if self._decode_s else alone_s
         if chunks and (self._decode_s or not decoded):
-            self._prefill_time.observe(chunks, seconds - decoded * (captured_s or self._decode_s))
+            self._prefill_time.observe(chunks, seconds - decoded * (flight.captured_s or self._decode_s))
 
     def _budget_s(self) -> float:
         """For prompt tokens in a step in which others decode; 0 or less: no limit."""
@@ -535,12 +530,6 @@ class Engine:
         if slices.layer_s:
             self._layer_token_s = slices.layer_s / tokens
 
-    def _ends_in_chunk(self) -> bool:
-        """Whether a sequence shall be aborted whose rows are being computed: they go where others' may be soon."""
-        assert self._chunk is not None
-        with self._lock:
-            return any(w.sequence in self._to_abort for w in self._chunk.work)
-
     def _land_chunk(self) -> None:
         """Launches what is left of a chunk, waits for it and keeps it."""
         chunk, self._chunk = self._chunk, None
@@ -586,6 +575,7 @@ class Engine:
         """Ends a step: rows are kept, tokens are logged, lengths committed, pages published, and then all is said."""
         begun, traced = flight.begun, flight.traced
         step = begun if isinstance(begun, Step) else self._runner.drawn(flight.work, begun)
+        flight.captured_s = step.captured_s
         traced.mark("forward")
         work = [w for w in flight.work if not w.sequence.finished]
         if len(work) < len(flight.work):  # some ended with the step before, captured rows all
@@ -635,6 +625,8 @@ class Engine:
             self._counters.sequences_failed += len(self._refusals)
             self._refusals.clear()
         for sequence in to_abort:
+            if self._chunk is not None and any(w.sequence is sequence for w in self._chunk.work):
+                self._land_chunk()  # its rows go where others' may be soon
             if not sequence.finished:
                 self._finish(sequence, types_pb2.FINISH_REASON_ABORTED)
         if to_abort:

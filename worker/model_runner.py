@@ -17,6 +17,7 @@ from protos.errors import ConfigError, PreconditionFailed
 from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
 from worker.decode_graphs import BUCKETS, DecodeGraphs
 from worker.decode_rows import DecodeRows
+from worker.decode_state import SLOTS
 from worker.families import Network
 from worker.gpu_pages import GpuPages
 from worker.kv_view import KvView, Workspace
@@ -46,7 +47,7 @@ class Step:
         batch: its rows, without those of captured steps. streams: what an MTP block reads of each of them; None of
             models that can have none.
         drawn: what captured steps drew, of the work that wants it.
-        captured_s: what the captured part of a step with others took; 0: there was none, or nothing else.
+        captured_s: what the captured part of a step took; 0: there was none.
     """
 
     logits: torch.Tensor
@@ -104,6 +105,7 @@ class ModelRunner:
         self._on_gpu = pages is not None
         on_gpu: GpuAttention | None = None
         self._fused: FusedLlama | None = None
+        self._took: dict[int, Stopwatch] = {}  # by number, of steps that are not read
         if pages is not None:
             with _current(network.device):
                 if isinstance(network, Llama):
@@ -155,7 +157,7 @@ class ModelRunner:
                 number = self._launch(captured)
             step = self._compute(rest) if rest else Step(torch.empty(0), Workspace(), (), None)
             joined = self._join(work, captured, number, step)
-            return replace(joined, captured_s=took.seconds()) if rest else joined
+            return replace(joined, captured_s=took.seconds())
 
     def launches(self, work: Sequence[Work]) -> bool:
         """Whether ``launch`` does all of the work: decode rows alone, whose tokens are drawn on the device."""
@@ -169,11 +171,16 @@ class ModelRunner:
         that is not known yet.
         """
         with _current(self._network.device):
-            return self._launch(work)
+            with Stopwatch(self._network.device) as took:
+                number = self._launch(work)
+            self._took[number] = took
+            self._took.pop(number - SLOTS, None)  # one that nobody asked about
+            return number
 
     def drawn(self, work: Sequence[Work], number: int) -> Step:
         """What ``launch`` began. Waits for that step, and not for those behind it."""
-        return self._join(work, work, number, Step(torch.empty(0), Workspace(), (), None))
+        step = self._join(work, work, number, Step(torch.empty(0), Workspace(), (), None))
+        return replace(step, captured_s=self._took.pop(number).seconds())
 
     def captures(self, w: Work) -> bool:
         """Whether the work is a row of a captured step. In deterministic mode that follows from the position alone."""
