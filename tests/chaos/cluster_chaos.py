@@ -34,7 +34,7 @@ NUM_ASKS = 8
 PAUSE_S = 1.0
 ALL_UP_SHARE = 0.3  # Ray takes seconds to bring a worker back
 OPTIONS = ["--device", "cpu", "--workers", "2", "--deterministic", "--kv-bytes", "16M", "--max-running", "4"]
-OPTIONS += ["--threads", "1"]
+OPTIONS += ["--threads", "1", "--recover-wait", "120"]  # of a machine that is busy
 VICTIMS: Victims = [
     (("worker-0",), 27),
     (("worker-1",), 27),
