@@ -168,7 +168,7 @@ class Caller:
                 error = rpc.error_from(lost)
                 self.counts[f"session: {error.reason}"] += 1
                 assert _again(error) or not rpc.is_ours(lost), f"a session failed: {error!r}"
-            except _SessionEnded:
+            except (_SessionEnded, asyncio.InvalidStateError):  # the latter from a write to a call that has just ended
                 self.counts["session: ended"] += 1
             if self.live or not self._finishing:
                 await asyncio.sleep(RECONNECT_S)
