@@ -39,6 +39,7 @@ STEPS_IN_GRAPH = 64
 STEP_NS = 20_000
 MOVING_TIMEOUT_S = 60.0
 GONE_TIMEOUT_S = 30.0
+WRITER_S = 180.0  # a bound on one that nobody ends
 LEAST_CHANGES_SEEN = 1  # words that changed while the writer lived: else the watcher is blind
 DEADLY = signal.SIGKILL
 CASES = ("kernel", "launches", "graph")
@@ -153,7 +154,8 @@ class Cpu:
 
 def _forever(do: Callable[[], object]) -> None:
     """Asks for more than is done: launches queue up until the driver makes them wait."""
-    while True:
+    end = time.monotonic() + WRITER_S
+    while time.monotonic() < end:
         do()
 
 
