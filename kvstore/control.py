@@ -246,6 +246,10 @@ class ControlBlock:
         """Notes that the device failed in a step of this sequence."""
         self._count_end(slot, failures=1)
 
+    def clear_ends(self, slot: int) -> None:
+        """Forgets the adoptions and failures so far."""
+        self._adoptions[slot] = 0
+
     def failures(self, slot: int) -> int:
         """How often the device failed in its steps since it last got any further."""
         return self._ends(slot)[1]

@@ -296,7 +296,7 @@ def one_worker_options(command: Any) -> Any:
         advanced_option(
             "--step-time-budget-ms",
             default=-1,
-            help="Of a step in which others decode: prompts are cut to it. 0: none.  [default: 2.5 times the decoding]",
+            help="Of a step in which others decode: prompts are cut to it. 0: none.  [default: twice the decoding]",
         ),
         advanced_option("--threads", default=0, help="Of the CPU's products.  [default: one per core]"),
         advanced_option(

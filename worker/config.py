@@ -55,7 +55,7 @@ class WorkerConfig:
             tokens, at least one, and does not change any result.
         step_time_budget_ms: how long a step with decode rows may take, so that a long prompt beside them does not stall
             them: its chunk is cut to the time that is left, as measured in the steps before; with decode_graphs, llama
-            family, it runs a few layers a step instead. 0: no limit; -1: two and a half times what the decode rows take
+            family, it runs a few layers a step instead. 0: no limit; -1: twice what the decode rows take
             by themselves, with decode_graphs, else no limit.
         deterministic: results of a sequence do not depend on its batch mates (DESIGN.md 3.5).
         decode_graphs: decode rows run from CUDA graphs, sampling included. On a GPU, not with drafts; elsewhere it is

@@ -20,6 +20,7 @@ class Ended:
 
     def add(self, sequence: Sequence) -> None:
         self._held.keep_turn(sequence)
+        self._held.count_anew(sequence)
         self._by_owner[sequence.request.owner] = sequence
 
     def let_go(self, owner: str) -> bool:

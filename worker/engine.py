@@ -70,7 +70,7 @@ log = structlog.get_logger("engine")
 IDLE_REPORT_S = 1.0
 GROWTH_TOKENS = 256
 """In admission "recompute" a sequence is promised this much more than it has, again and again."""
-STEP_OF_DECODE = 2.5
+STEP_OF_DECODE = 2.0
 """A step with decode rows takes at most so much of what they take alone, where the config does not say."""
 CHUNK_BY_LAYERS = 1024
 """Prompt tokens that are computed together beside decode rows, a few layers a step: so many that products are near the

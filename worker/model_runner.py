@@ -92,8 +92,8 @@ class ModelRunner:
             raise ConfigError(
                 "decode_graphs would not engage",
                 reason="DECODE_GRAPHS_NOT_ENGAGED",
-                given=f"{type(network).__name__} on {network.device}, deterministic {deterministic}",
-                allowed="on a GPU llama; or deepseek_v4 with compressed rows dense, without deterministic mode",
+                given=f"{type(network).__name__}, {network.embed.dtype}, {network.device}, deterministic {deterministic}",
+                allowed="on a GPU llama; or deepseek_v4 in 16 bits, compressed rows dense, without deterministic mode",
                 hint="leave decode_graphs out",
             )
         self._network = network
@@ -273,11 +273,13 @@ class ModelRunner:
 
 
 def _capturable(network: Network, kv: KvView, deterministic: bool) -> bool:
-    """Whether a decode step can be captured: DeepSeek-V4's reads compressed rows in dense pages only, and is not proved
-    to be deterministic.
+    """Whether a decode step can be captured: DeepSeek-V4's reads compressed rows in dense pages only, is not proved to
+    be deterministic, and has kernels for its experts in 16 bits alone: those of PyTorch are told counts by the host.
     """
     if isinstance(network, Llama):
         return True
+    if network.device.type == "cuda" and network.embed.dtype == torch.float32:
+        return False
     return not deterministic and not any(g.name == COMPRESSED and g.packed for g in kv.geometry.groups)
 
 

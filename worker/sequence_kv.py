@@ -217,6 +217,10 @@ class SequenceKv:
         if ended.num_computed:
             self._keep_tails(ended, "turn_end")
 
+    def count_anew(self, ended: Seq) -> None:
+        """It runs no more, so it ends no worker, however many take it over while it waits for its caller."""
+        self._attachment.control.clear_ends(ended.slot)
+
     def too_large(self, num_tokens: int) -> LayerGroup | None:
         """The group whose arena a sequence of so many tokens outgrows."""
         for group in self._geometry.groups:

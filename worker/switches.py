@@ -90,7 +90,7 @@ def _switch(name: str, configured: str, engaged: bool) -> types_pb2.Switch:
 
 def _step_time_budget(config: WorkerConfig) -> types_pb2.Switch:
     asked = config.step_time_budget_ms
-    by_itself = "2.5 times the decode rows' own time" if config.decode_graphs else "off"
+    by_itself = "twice the decode rows' own time" if config.decode_graphs else "off"
     told = {-1: by_itself, 0: "off"}.get(asked, f"{asked} ms")
     return _switch("step-time-budget", told, engaged=True)
 

@@ -49,7 +49,7 @@ def test_captured_steps_and_a_steps_time_are_told_with_their_run() -> None:
     assert (graphs.configured, graphs.engaged) == ("on", "on")
     assert (RESULTS / graphs.evidence).is_file() and graphs.evidence
     assert not by_name(switches(on, geometry("dense"), "sm_80"))["decode-graphs"].evidence
-    assert budget.configured == budget.engaged == "2.5 times the decode rows' own time"
+    assert budget.configured == budget.engaged == "twice the decode rows' own time"
     off = by_name(switches(config(), geometry("dense"), ""))
     assert (off["decode-graphs"].configured, off["decode-graphs"].engaged) == ("off", "")
     assert (off["step-time-budget"].configured, off["step-time-budget"].engaged) == ("off", "")
