@@ -92,7 +92,7 @@ class ModelRunner:
             raise ConfigError(
                 "decode_graphs would not engage",
                 reason="DECODE_GRAPHS_NOT_ENGAGED",
-                given=f"{type(network).__name__}, {network.embed.dtype}, {network.device}, deterministic {deterministic}",
+                given=f"{type(network).__name__}, {network.embed.dtype}, {network.device}, {deterministic=}",
                 allowed="on a GPU llama; or deepseek_v4 in 16 bits, compressed rows dense, without deterministic mode",
                 hint="leave decode_graphs out",
             )
