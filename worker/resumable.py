@@ -38,6 +38,11 @@ MAX_CALLER_REQUEST_BYTES = 8 << 10
 MAX_PIECE_WEIGHT = 1 << 10
 """Tokens, with their logprobs' entries, that a subscription sends before it waits for More where more is there."""
 
+DELIVERED_LASTS_S = 3.0
+"""A router says that its caller has all of an answer when it has written the last of it. What it wrote may still be in
+its buffers: should router and worker die then, the next worker can answer from the slot, which is kept so much longer.
+"""
+
 _TOKEN_BYTES = 4
 _POSITION_BYTES = 48  # of one position's log-probabilities: a bytes object around what follows
 _LOGPROB_BYTES = 13  # of one TokenLogprob as serialised, at most
@@ -81,7 +86,12 @@ class Answer:
     idle_since: float | None = None  # clock; while nobody is subscribed: since when, or since its end if that was later
     is_complete: bool = False  # its router has seen all it wanted: the abort that follows is no loss
     is_forgotten: bool = False  # nobody finds it any more; it may still run for a step
-    was_delivered: bool = False
+    delivered_at: float | None = None  # clock
+    has_slot: bool = True  # in the store, so far as the engine has room; false: it was told that it may let go
+
+    @property
+    def was_delivered(self) -> bool:
+        return self.delivered_at is not None
 
     @property
     def weight(self) -> int:
@@ -271,8 +281,7 @@ class Answers:
         """Ends a subscription; with the last one the grace time begins."""
         answer = subscription.answer
         if delivered and subscription.told_end and not answer.was_delivered:
-            answer.was_delivered = True
-            answer.let_go()
+            answer.delivered_at = self._clock()
         answer.subscriptions.discard(subscription)
         if answer.subscriptions:
             return
@@ -308,8 +317,13 @@ class Answers:
             subscription.reader.news(subscription)
 
     def expire(self) -> None:
-        """Forgets what nobody was subscribed to for its grace time; aborts it first, if it runs."""
+        """Forgets what nobody was subscribed to for its grace time; aborts it first, if it runs. Lets go of the slots
+        of what was delivered some time ago."""
         now = self._clock()
+        for answer in self._kept.values():
+            if answer.has_slot and answer.delivered_at is not None and now - answer.delivered_at >= DELIVERED_LASTS_S:
+                answer.has_slot = False
+                answer.let_go()
         over = [a for a in self._by_id.values() if a.idle_since is not None and now - a.idle_since >= a.grace_s]
         for answer in over:
             if answer.last is None:
@@ -385,7 +399,8 @@ class Answers:
 
     def _forget(self, answer: Answer) -> None:
         """Nobody finds it from here on. Who is subscribed reads on to its end."""
-        if not answer.is_forgotten and answer.last is not None:
+        if not answer.is_forgotten and answer.last is not None and answer.has_slot:
+            answer.has_slot = False
             answer.let_go()
         answer.is_forgotten = True
         if self._by_id.get(answer.submit.request_id) is answer:

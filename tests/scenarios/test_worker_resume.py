@@ -85,7 +85,7 @@ async def test_a_session_that_ends_leaves_its_resumable_sequences_alone() -> Non
         assert end.finish_reason == types_pb2.FINISH_REASON_EOS
 
 
-async def test_a_left_subscription_says_so_once_and_is_quiet() -> None:
+async def test_a_left_subscription_says_so_once_and_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene() as s:
         call = await s.router()
         await call.write(resumable("r"))
@@ -103,6 +103,9 @@ async def test_a_left_subscription_says_so_once_and_is_quiet() -> None:
         s.engine.step(tokens(await submitted(s, 1), 0, 9))
         assert [o.request_id for o in (await read_step(call)).sequences] == ["next"]
         assert s.service._answers.num_owed == 0 and not s.engine.aborted
+        assert s.engine.let_go_of == [], "it may still be on its way"
+        monkeypatch.setattr("worker.resumable.DELIVERED_LASTS_S", 0.0)
+        s.service._answers.expire()
         assert s.engine.let_go_of == [request.owner], "its caller has all of it"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from structlog.testing import capture_logs
@@ -11,7 +12,7 @@ from structlog.testing import capture_logs
 from protos import types_pb2, worker_pb2
 from protos.errors import AlreadyExists, CapacityError, InvalidRequest, NotFound
 from worker import resumable
-from worker.resumable import Answers, Limits, Subscription
+from worker.resumable import DELIVERED_LASTS_S, Answers, Limits, Subscription
 
 ABORTED, EOS, ERROR = (
     types_pb2.FINISH_REASON_ABORTED,
@@ -255,6 +256,28 @@ def test_the_grace_time_begins_with_the_end_where_that_is_later() -> None:
     s.now = 6.0
     s.answers.expire()
     assert not s.found("r") and not s.aborts and s.answers.num_kept == 0
+
+
+def test_a_slot_outlives_the_delivery_for_a_while_and_is_let_go_of_once() -> None:
+    s = Scene()
+    let_go: list[str] = []
+    for name in ("first", "second"):
+        subscription = s.answers.open(
+            submission(name, grace_ms=60_000), name, lambda: None, Session(), partial(let_go.append, name)
+        )
+        s.answers.take(name, [worker_pb2.SequenceOutput(token_ids=[5], finish_reason=EOS)])
+        subscription.take()
+        s.answers.leave(subscription, delivered=True)
+    s.now = DELIVERED_LASTS_S - 0.1
+    s.answers.expire()
+    assert let_go == [], "the router's last bytes may not be with its caller"
+    second = s.answers.find("second", "")
+    assert second is not None
+    s.answers.cancel(second)
+    assert let_go == ["second"]
+    for s.now in (DELIVERED_LASTS_S, 2 * DELIVERED_LASTS_S, 100.0):
+        s.answers.expire()
+    assert let_go == ["second", "first"] and not s.found("first")
 
 
 def test_the_last_of_several_subscriptions_counts() -> None:
