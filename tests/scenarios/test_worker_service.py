@@ -201,7 +201,8 @@ async def test_aborts_reach_the_engine_and_foreign_ones_are_not_found() -> None:
         call = await s.router()
         await call.write(submit("x"))
         await call.write(worker_pb2.RouterMessage(abort=worker_pb2.Abort(request_id="x")))
-        await s.engine.until(lambda: s.engine.aborted == [("x", None, s.engine.submitted[0].owner)])
+        await s.engine.until(lambda: len(s.engine.aborted) == 1)
+        assert s.engine.aborted == [("x", None, s.engine.submitted[0].owner)]
         assert (await s.stub.Abort(worker_pb2.AbortRequest(request_id="x"))).found
         assert not (await s.stub.Abort(worker_pb2.AbortRequest(request_id="x", tenant="other"))).found
         assert not (await s.stub.Abort(worker_pb2.AbortRequest(request_id="y"))).found
