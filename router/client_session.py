@@ -6,6 +6,7 @@ router/async_session.py and router/sync_session.py are what reads and writes.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,9 @@ ASK_AGAIN_S = 60.0
 
 MAX_REQUEST_BYTES = 64 << 10
 """A larger request gets a stream of its own: it would hold up those behind it."""
+
+FULL_MESSAGE_BYTES = 1 << 20
+"""A message with as much takes no more calls: gRPC takes none above 64 MiB, and ends the session."""
 
 
 class CallFailed(Exception):
@@ -90,7 +94,8 @@ class Calls:
         self._leaves = False
         self._hears: dict[int, Callable[[Item], None]] = {}  # by number
         self._last_number = 0
-        self._next = router_pb2.SessionRequest()
+        self._unsent = deque([router_pb2.SessionRequest()])  # never empty
+        self._last_bytes = 0  # of the calls in the last of them
         self._some = False
 
     @property
@@ -123,7 +128,10 @@ class Calls:
         if self.is_over:
             hear(self.lost or _LEAVES)
             return number
-        call = self._next.calls.add(number=number, traceparent=traceparent)
+        if self._last_bytes >= FULL_MESSAGE_BYTES:
+            self._unsent.append(router_pb2.SessionRequest())
+            self._last_bytes = 0
+        call = self._unsent[-1].calls.add(number=number, traceparent=traceparent)
         if isinstance(message, router_pb2.ResumeRequest):
             call.resume.CopyFrom(message)
         else:
@@ -131,6 +139,7 @@ class Calls:
             call.request_id = request_id
         if timeout_s is not None:
             call.timeout_ms = max(1, int(1e3 * timeout_s))
+        self._last_bytes += call.ByteSize()
         self._hears[number] = hear
         self._some = True
         return number
@@ -138,25 +147,30 @@ class Calls:
     def took(self, number: int, num_bytes: int) -> None:
         """num_bytes: of the call's chunks so far."""
         if number in self._hears:
-            self._next.taken.add(number=number, num_bytes=num_bytes)
+            self._unsent[0].taken.add(number=number, num_bytes=num_bytes)
             self._some = True
 
     def leave(self, number: int) -> None:
         """Ends a call that runs. Nothing more is heard of it."""
         if self._hears.pop(number, None) is None:
             return
-        unsaid = next((index for index, call in enumerate(self._next.calls) if call.number == number), None)
-        if unsaid is None:
-            self._next.left.append(number)
-        else:
-            del self._next.calls[unsaid]
         self._some = True
+        for message in self._unsent:
+            for index, call in enumerate(message.calls):
+                if call.number == number:
+                    del message.calls[index]
+                    return
+        self._unsent[0].left.append(number)
 
     def outgoing(self) -> router_pb2.SessionRequest | None:
-        """All that is to be said by now; None: nothing."""
+        """What is to be said next; None: nothing by now. Ask until there is nothing."""
         if not self._some:
             return None
-        message, self._next, self._some = self._next, router_pb2.SessionRequest(), False
+        message = self._unsent.popleft()
+        if not self._unsent:
+            self._unsent.append(router_pb2.SessionRequest())
+            self._last_bytes = 0
+            self._some = False
         return message
 
     # --- what comes ---
@@ -169,7 +183,7 @@ class Calls:
             hear = self._hears.get(answer.number)
             if hear is not None:
                 if answer.chunk.finish_reason or answer.HasField("error"):
-                    del self._hears[answer.number]
+                    self._hears.pop(answer.number, None)
                 hear(answer)
         self._leaves |= message.goodbye
 

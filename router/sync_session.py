@@ -119,6 +119,11 @@ class SyncSession:
             if not self._opened.done():
                 self._opened.set_exception(failed)
             self._lose(self._lost(failed) if isinstance(failed, grpc.RpcError) else Lost(failed, spoken=False))
+        finally:  # nobody else would tell those who wait, whatever ended this thread
+            ended = Unavailable("the reader of the session ended")
+            if not self._opened.done():
+                self._opened.set_exception(ended)
+            self._lose(Lost(ended, spoken=False))
 
     def _lose(self, lost: Lost) -> None:
         with self._changed:

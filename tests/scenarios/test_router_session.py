@@ -7,6 +7,7 @@ client uses sessions.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from protos.errors import TailpackError
 from router import client_session, relay, requests, session
 from router.async_session import AsyncSession
 from router.auth import TokensFile
-from router.client import AsyncTailpack, Tailpack, build_request
+from router.client import AsyncTailpack, RetryPolicy, Tailpack, build_request
 from tests.scenarios.fake_worker import Script, worker_info
 from tests.scenarios.router_harness import Answer, Harness, answer, cluster, until
 from tests.scenarios.test_router_service import SMALL_WINDOW
@@ -494,6 +495,42 @@ async def test_the_client_goes_on_at_another_router_when_one_says_goodbye(folder
         leaving.workers[0].gate.set()
         assert Answer([first, *[chunk async for chunk in running]]).check().token_ids == [5, 6, 7, EOS]
         assert await draining
+
+
+async def test_a_client_says_no_more_at_once_than_a_message_may_hold() -> None:
+    calls, heard = client_session.Calls(), list[Any]()
+    request = build_request("x" * 62_000)
+    numbers = [
+        calls.begin(request, heard.append, request_id=f"{index}", traceparent="", timeout_s=None)
+        for index in range(1100)
+    ]
+    sent = [calls.outgoing()]
+    for number in (numbers[0], numbers[500], numbers[-1]):  # one that was sent, one between, one of the last message
+        calls.leave(number)
+    while (message := calls.outgoing()) is not None:
+        sent.append(message)
+    messages = [message for message in sent if message is not None]
+    assert max(message.ByteSize() for message in messages) < client_session.FULL_MESSAGE_BYTES + (64 << 10)
+    said = [call.number for message in messages for call in message.calls]
+    assert said == [number for number in numbers if number not in (numbers[500], numbers[-1])]
+    assert [number for message in messages for number in message.left] == [numbers[0]]
+    assert not heard
+
+
+async def test_the_end_of_a_blocking_clients_reader_ends_its_calls(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any, message: Any) -> None:
+        if message.answers:
+            raise KeyError("a bug")
+
+    monkeypatch.setattr(client_session.Calls, "take", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    async with cluster(folder, Script([5, EOS])) as it:
+        client = Tailpack(it.address, retry=RetryPolicy(max_retries=0))
+        with pytest.raises(errors.Unavailable):
+            await asyncio.wait_for(asyncio.to_thread(client.complete, "x"), HANG_S)
+        await asyncio.to_thread(client.close)
 
 
 # --- who calls ---
