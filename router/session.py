@@ -14,8 +14,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 
 from protos import router_pb2, rpc
-from protos.errors import CapacityError, DeadlineExceeded, InvalidRequest, TailpackError
+from protos.errors import CapacityError, DeadlineExceeded, InternalError, InvalidRequest, TailpackError
 from router.admission import Call
+from router.client_settings import MAX_TIMEOUT_S
 from router.generation import Answer
 from router.requests import Requests
 
@@ -28,6 +29,9 @@ WINDOW_BYTES = 64 << 10
 FULL_MESSAGE_BYTES = 256 << 10
 """A message with as much takes no more answers."""
 
+MAX_UNWRITTEN = 2
+"""With more messages that wait to be written, no call begins: what those that were left had to say is among them."""
+
 STALLED_S = rpc.STALLED_S
 
 
@@ -38,7 +42,7 @@ class _Outgoing:
 
     def __init__(self) -> None:
         self.message = router_pb2.SessionResponse()
-        self.num_bytes = 0  # of its chunks
+        self.num_bytes = 0  # of its answers, about
         self.written = asyncio.Event()
 
 
@@ -157,7 +161,8 @@ class Session:
         return self._outbox.popleft()
 
     def _accept(self, call: _Call, request_id: str) -> None:
-        self._outgoing().message.answers.add(number=call.number, request_id=request_id)
+        outgoing = self._outgoing()
+        outgoing.num_bytes += outgoing.message.answers.add(number=call.number, request_id=request_id).ByteSize()
 
     async def _send(self, call: _Call, chunk: router_pb2.GenerateResponse) -> None:
         """Returns when it is written and its caller has room for another: until then the answer gathers."""
@@ -173,7 +178,7 @@ class Session:
     async def _send_error(self, number: int, error: TailpackError) -> None:
         """Returns when it is written, so that errors do not gather either."""
         outgoing = self._outgoing()
-        outgoing.message.answers.add(number=number, error=rpc.to_detail(error))
+        outgoing.num_bytes += outgoing.message.answers.add(number=number, error=rpc.to_detail(error)).ByteSize()
         await outgoing.written.wait()
 
     # --- what comes ---
@@ -201,6 +206,8 @@ class Session:
         except TailpackError as refused:
             refusal = refused
         for call in calls:
+            while len(self._outbox) > MAX_UNWRITTEN:  # reading goes on when these are read
+                await self._outbox[0].written.wait()
             if call.number <= self._last_number:
                 raise _broken("a call's number is not higher than those before", call.number, self._last_number + 1)
             self._last_number = call.number
@@ -228,8 +235,9 @@ class Session:
     # --- a call ---
 
     async def _run(self, call: _Call, asked: router_pb2.SessionCall, tenant: str) -> None:
+        timeout_s = min(asked.timeout_ms / 1e3, MAX_TIMEOUT_S) if asked.timeout_ms else None
         try:
-            async with asyncio.timeout(asked.timeout_ms / 1e3 if asked.timeout_ms else None) as limit:
+            async with asyncio.timeout(timeout_s) as limit:
                 await self._answer(call, asked, tenant, limit.when())
         except TimeoutError as failure:
             error = DeadlineExceeded("the deadline passed") if limit.expired() else _named(failure)
@@ -262,8 +270,12 @@ class Session:
             raise InvalidRequest("a call of nothing, or of what this version does not know", reason="EMPTY_CALL")
 
     async def _relay(self, call: _Call, answer: Answer) -> None:
+        ended = False
         async for chunk in answer:
+            ended = bool(chunk.finish_reason)
             await self._send(call, chunk)
+        if not ended:  # else its caller would wait for ever: no end of a stream tells it
+            raise InternalError("the answer ended without its last chunk", reason="TOKEN_GAP")
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
         del self._calls[number]

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from protos import errors, router_pb2, router_pb2_grpc, rpc, worker_pb2
 from protos.errors import TailpackError
-from router import client_session, relay, requests, session
+from router import client_session, generation, relay, requests, session
 from router.async_session import AsyncSession
 from router.auth import TokensFile
 from router.client import AsyncTailpack, RetryPolicy, Tailpack, build_request
@@ -241,6 +241,35 @@ async def test_a_bug_in_one_call_is_told_as_such_and_the_others_go_on(
         assert not one.error(1) and not one.error(3)
 
 
+async def test_an_answer_without_its_last_chunk_is_told_as_such(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = generation.Answer.__anext__
+
+    async def stops(its: generation.Answer) -> router_pb2.GenerateResponse:
+        chunk = await goes_on(its)
+        if chunk.finish_reason and its.call.request_id == "call-1":
+            raise StopAsyncIteration
+        return chunk
+
+    monkeypatch.setattr(generation.Answer, "__anext__", stops)
+    async with cluster(folder, HELD) as it, wire(it) as one:
+        await one.begin(1, 2)
+        while not (one.chunks(1) and one.chunks(2)):
+            await one.hear()
+        it.workers[0].gate.set()
+        await one.until_ended(1, 2)
+        error = one.error(1)
+        assert isinstance(error, errors.InternalError) and error.reason == "TOKEN_GAP"
+        await one.answer(2)
+
+
+async def test_a_deadline_beyond_any_is_the_longest_there_is(folder: Path) -> None:
+    async with cluster(folder, Script([5, EOS])) as it, wire(it) as one:
+        longest = call(1)
+        longest.timeout_ms = (1 << 64) - 1
+        await one.say(calls=[longest])
+        await one.answer(1)
+
+
 async def test_a_deadline_ends_its_call_by_name(folder: Path) -> None:
     async with cluster(folder, HELD) as it, wire(it) as one:
         with capture_logs() as log:
@@ -333,6 +362,25 @@ async def test_the_client_says_what_it_took_and_its_slow_reader_holds_up_nobody(
                 return list(blocking.generate("x", max_tokens=50_000))
 
         assert len(Answer(await asyncio.to_thread(read)).check().token_ids) == 50_000
+        await it.settled()
+
+
+async def test_calls_that_are_left_unread_do_not_gather_in_the_router(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "FULL_MESSAGE_BYTES", 512)
+    async with cluster(folder, Script([5] * 200 + [EOS], hold_at=200, per_step=200)) as it:
+        async with grpc.aio.insecure_channel(it.address, options=SMALL_WINDOW) as channel:
+            one = Wire(router_pb2_grpc.RouterStub(channel))
+            for number in range(1, 401):
+                await one.say(left=[number - 1], calls=[call(number, max_tokens=300)])
+                await asyncio.sleep(0.01)
+            (served,) = it.requests.sessions
+            assert len(it.workers[0].submits) < 400
+            assert len(served._outbox) <= session.MAX_UNWRITTEN + 3
+            while not one.chunks(400):
+                assert await one.hear()
+            one.stream.cancel()
         await it.settled()
 
 
