@@ -59,6 +59,7 @@ class LocalAttachment:
         self.geometry = geometry
         self.adopted: tuple[Adopted, ...] = ()
         self.is_away = False  # no store that could be
+        self.void: set[int] = set()
         self.control = self.device.control
         self.arenas = {name: _mapped(arena, device) for name, arena in self.device.arenas.pages.items()}
         self.tails = {name: _mapped(arena, device) for name, arena in self.device.arenas.tails.items()}

@@ -439,6 +439,8 @@ class Engine:
         """
         began_ns = time.monotonic_ns()
         self._attachment.look_after()
+        if self._attachment.void:
+            self._drop_void()
         flight, self._flight = self._flight, None
         if flight is None:
             if self._chunk is not None and self._chunk.slices.done:
@@ -709,7 +711,15 @@ class Engine:
                     self._drop(self._running[-1])
         return [w for w in work if w.sequence in self._running]
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop_void(self) -> None:
+        """Drops those of which a new store found a page damaged."""
+        if any(sequence.slot in self._attachment.void for sequence in self._running):
+            self._land_early()
+        for sequence in reversed(self._running.copy()):
+            if sequence.slot in self._attachment.void:
+                self._drop(sequence, "for damaged KV pages")
+
+    def _drop(self, sequence: Sequence, why: str = "for want of KV pages") -> None:
         """Gives up what a running sequence holds; it waits before all others, and is computed again."""
         self._running.remove(sequence)
         self._held.release(sequence, keep=False)
@@ -718,7 +728,7 @@ class Engine:
         self._waiting.appendleft(sequence)
         self._admission_blocked = False
         self._counters.sequences_recomputed += 1
-        log.info("dropped for want of KV pages, to be computed again", request_id=sequence.request.request_id)
+        log.info(f"dropped {why}, to be computed again", request_id=sequence.request.request_id)
 
     def _mark_first_run(self, work: list[Work]) -> None:
         now_ns = time.monotonic_ns()

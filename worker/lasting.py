@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -71,6 +71,11 @@ class KvMemory(KvCalls, Protocol):
     @property
     def is_away(self) -> bool: ...
 
+    @property
+    def void(self) -> Set[int]:
+        """Slots of which a new store found rows damaged or missing: to be released, and computed again."""
+        ...
+
     def look_after(self) -> None: ...
 
 
@@ -99,6 +104,7 @@ class LastingAttachment:
         self.adopted: Sequence[Adopted] = attachment.adopted
         self._slots = {held.slot for held in attachment.adopted}  # that the engine knows
         self._unknown: list[int] = []  # of those that a new store adopted
+        self.void: set[int] = set()
 
     @property
     def is_away(self) -> bool:
@@ -145,17 +151,28 @@ class LastingAttachment:
         answer = self._lasting(lambda: self._attachment.fork(slot, request_id, max_tokens, frozen_request))
         if isinstance(answer, Forked):
             self._slots.add(answer.slot)
+            if slot in self.void:
+                self.void.add(answer.slot)
         return answer
 
     def checkpoint(self, slot: int, num_tokens: int, kind: str) -> Checkpointed:
+        if slot in self.void:
+            return Checkpointed()
         return self._lasting(lambda: self._attachment.checkpoint(slot, num_tokens, kind))
 
     def release(self, slots: Sequence[int], damaged: Mapping[str, Sequence[int]] | None = None) -> int:
         self._slots -= set(slots)
-        # Where they are still there after a loss, nobody knows of them any more, and they go before the call.
         control = self.control
+        condemned = {name: list(pages) for name, pages in (damaged or {}).items()}
+        for slot in self.void & set(slots):  # what it has sealed since then may rest on what was damaged
+            for group in self.geometry.groups:
+                if group.has_pages:
+                    pages = [page for page in control.sequence_pages(slot, group.name) if page >= 0]
+                    condemned.setdefault(group.name, []).extend(pages)
+        self.void -= set(slots)
+        # Where they are still there after a loss, nobody knows of them any more, and they go before the call.
         return self._lasting(
-            lambda: self._attachment.release(slots, damaged) if any(map(control.is_live, slots)) else 0
+            lambda: self._attachment.release(slots, condemned) if any(map(control.is_live, slots)) else 0
         )
 
     # --- without a store ---
@@ -191,7 +208,9 @@ class LastingAttachment:
         log.info("the kvstore is back", epoch=self._attachment.epoch, away_s=time.monotonic() - self._away_since)
         self._away_since = None
         self._told(False)
-        self._unknown = [held.slot for held in self._attachment.adopted if held.slot not in self._slots]
+        adopted = self._attachment.adopted
+        self._unknown = [held.slot for held in adopted if held.slot not in self._slots]
+        self.void |= {held.slot for held in adopted if held.slot in self._slots and not held.intact}
 
 
 def _listens(path: Path) -> bool:

@@ -191,3 +191,30 @@ def test_a_call_that_ends_every_store_is_given_up(served: Callable[..., tuple[Mo
     with pytest.raises(KvStoreLost, match="one kvstore after the other"):
         scene.step()
     assert scene.attachment.num_stores == 1 + MAX_LOSSES
+
+
+@pytest.mark.parametrize("point", ["between steps", "before seal"])
+def test_what_a_new_store_finds_damaged_is_computed_again(
+    served: Callable[..., tuple[Model, WorkerConfig]], point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lasting, "LOOK_S", 0.0)
+    monkeypatch.setattr(lasting, "_listens", lambda path: True)
+    model, config = served("dense")
+    asked = [request(f"r{n}", prompt(n, 200), 120) for n in range(2)]
+    expected = Harness(model, config).run(*asked)
+    scene = Scene(model, config)
+    for each in asked:
+        scene.engine.submit(each)
+    while len(scene.outputs.get("r1", ())) < 5:
+        scene.step()
+    slot = scene.engine._running[0].slot
+    (group,) = scene.attachment.arenas
+    page = scene.attachment.control.sequence_pages(slot, group)[0]
+    scene.attachment.arenas[group].page(page)[3] ^= 1
+    if point == "between steps":
+        scene.attachment.lost = "it died"
+    else:
+        scene.attachment.loses = lambda now: now == point and scene.attachment.num_stores == 1
+    assert scene.run() == expected
+    assert scene.attachment.num_stores == 2 and not scene.lasting.void
+    assert scene.engine._counters.sequences_recomputed == 1
