@@ -32,6 +32,7 @@ MAX_BYTES = 1 << 45
 MAX_TENSORS = 1 << 16
 MAX_NAME_BYTES = 200
 MAX_MESSAGES_WAITING = 2
+FILL_S = 600.0  # others wait for who fills; then they do it themselves
 _MEMORY = re.compile(r"host(:node\d{1,4})?|cuda:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _KEPT = kvstore_pb2.WeightsResponse(kept=kvstore_pb2.WeightsKept())
 _FILL = kvstore_pb2.WeightsResponse(fill=kvstore_pb2.WeightsFill())
@@ -98,9 +99,12 @@ class WeightsStore:
                     async for answer in self._take(asked, offered, inbox):
                         yield answer
                 elif (other := self._filling.get(asked.key)) is not None:
-                    await _either(other, inbox.ended)
+                    if not await _either(other, inbox.ended, FILL_S) and self._filling.get(asked.key) is other:
+                        log.warning("weights take too long: who waits makes them too", key=asked.key.hex())
+                        del self._filling[asked.key]
                 else:
                     over = self._filling[asked.key] = asyncio.Event()
+                    self._make_room(asked)
                     try:
                         yield _FILL
                         if (request := await inbox.get()) is None:
@@ -112,7 +116,8 @@ class WeightsStore:
                         async for answer in self._take(asked, offered, inbox):
                             yield answer
                     finally:
-                        del self._filling[asked.key]
+                        if self._filling.get(asked.key) is over:  # else another fills too
+                            del self._filling[asked.key]
                         over.set()
         finally:
             self._inboxes.discard(inbox)
@@ -145,7 +150,9 @@ class WeightsStore:
         if asked.key in self._held:  # two brought it at once
             memory.close()
             return
-        self._held[asked.key] = Weights(asked.key, asked.memory, asked.model, memory, filled.manifest)
+        self._held[asked.key] = Weights(
+            asked.key, asked.memory, asked.model, memory, filled.manifest, idle_since_s=time.monotonic()
+        )
         log.info(
             "weights kept",
             key=asked.key.hex(),
@@ -185,15 +192,24 @@ class WeightsStore:
         """One look of ``watch``, at a time of the monotonic clock."""
         for weights in list(self._held.values()):
             if not weights.users and now_s - weights.idle_since_s > self._grace_s:
-                del self._held[weights.key]
-                log.info(
-                    "weights let go: nobody uses them",
-                    key=weights.key.hex(),
-                    model=weights.model,
-                    memory=weights.where,
-                    num_bytes=weights.memory.allocated_bytes,
-                )
-                weights.memory.close()
+                self._let_go(weights)
+
+    def _make_room(self, asked: kvstore_pb2.WeightsOpen) -> None:
+        """Before weights are made: what nobody uses there goes, so that an upgrade needs no room for both."""
+        for weights in list(self._held.values()):
+            if not weights.users and weights.where == asked.memory:
+                self._let_go(weights)
+
+    def _let_go(self, weights: Weights) -> None:
+        del self._held[weights.key]
+        log.info(
+            "weights let go: nobody uses them",
+            key=weights.key.hex(),
+            model=weights.model,
+            memory=weights.where,
+            num_bytes=weights.memory.allocated_bytes,
+        )
+        weights.memory.close()
 
     def stats(self) -> list[kvstore_pb2.WeightsStats]:
         return [
@@ -241,10 +257,12 @@ class _Inbox:
         return True
 
 
-async def _either(event: asyncio.Event, ended: asyncio.Task[bool]) -> None:
+async def _either(event: asyncio.Event, ended: asyncio.Task[bool], timeout_s: float) -> bool:
+    """Waits for one of them; whether it came in time."""
     waiting = asyncio.create_task(event.wait())
     try:
-        await asyncio.wait((waiting, ended), return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait((waiting, ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return bool(done)
     finally:
         waiting.cancel()
 

@@ -74,7 +74,16 @@ def open_model(config: WorkerConfig, driver: Driver | None = None) -> tuple[Mode
 
 
 def _mapped(found: Found, layout: Layout, driver: Driver | None) -> torch.Tensor | str:
-    """u8 [layout.num_bytes]; or why it is not to be used."""
+    """u8 [layout.num_bytes]; or why it is not to be used. What cannot be mapped or read is not, either: kept by the
+    store, it would end this worker's every life.
+    """
+    try:
+        return _checked(found, layout, driver)
+    except Exception as failure:  # noqa: BLE001 - of CUDA's and torch's many
+        return f"it cannot be read: {type(failure).__name__}: {failure}"
+
+
+def _checked(found: Found, layout: Layout, driver: Driver | None) -> torch.Tensor | str:
     if (why := layout.mismatch(found.manifest, found.memory.num_bytes)) is not None:
         return f"its layout is another: {why}"
     memory = mapped(found.memory, driver)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from kvstore.arena import Memory
-from kvstore.fd_server import deliver
+from kvstore.fd_server import FdServer, deliver
+from kvstore.weights import WeightsStore
 from kvstore.weights_client import Lease, use_weights
 from protos import kvstore_pb2
 from protos.errors import InvalidRequest, ModelError, PreconditionFailed
@@ -152,6 +154,70 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_made_anew(
     (told,) = store.stats().weights
     assert told.users == 1
     lease.close()
+
+
+def test_weights_that_cannot_be_read_are_given_up_and_made_anew(
+    store: StoreProcess, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = given_up(store)
+    open_model(config_at(store, model))[1].close()
+
+    def fails(*_: Any) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("worker.weights_arena.damaged", fails)
+    opened, lease = open_model(config_at(store, model))
+    assert same(opened, load_model(config_for(model)))
+    assert given_up(store) == before + 1
+    lease.close()
+
+
+async def test_what_nobody_uses_makes_room_before_other_weights_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = WeightsStore(FdServer(Path("none")), grace_s=100)
+    hold(weights, b"o" * 16, users=0)
+    hold(weights, b"u" * 16, users=1)
+    hold(weights, b"e" * 16, users=0, where="host:node1")
+    weights.look(time.monotonic() + 99)
+    assert len(weights.stats()) == 3, "idle since it came, not since the host's start"
+    served = weights.serve(asking(KEY))
+    assert (await anext(served)).HasField("fill")
+    assert {each.key for each in weights.stats()} == {b"u" * 16, b"e" * 16}
+    await served.aclose()
+    weights.close()
+
+
+async def test_who_waits_too_long_for_weights_makes_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.weights.FILL_S", 0.1)
+    weights = WeightsStore(FdServer(Path("none")))
+    first, second = (weights.serve(asking(KEY)) for _ in range(2))
+    assert (await anext(first)).HasField("fill")
+    assert (await asyncio.wait_for(anext(second), 10)).HasField("fill")
+    await first.aclose()
+    assert KEY in weights._filling, "the second one's"
+    for _ in range(2):
+        hold(weights, KEY, users=0)
+    assert len(weights.stats()) == 1
+    await second.aclose()
+    assert not weights._filling
+    weights.close()
+
+
+async def asking(key: bytes) -> AsyncIterator[kvstore_pb2.WeightsRequest]:
+    yield kvstore_pb2.WeightsRequest(open=opening(key))
+    await asyncio.Event().wait()
+
+
+def opening(key: bytes, where: str = "host") -> kvstore_pb2.WeightsOpen:
+    return kvstore_pb2.WeightsOpen(worker_id="w", key=key, memory=where, model="m")
+
+
+def hold(weights: WeightsStore, key: bytes, *, users: int, where: str = "host") -> None:
+    memory = Memory((os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING),), 4096)
+    os.ftruncate(memory.fd, 4096)
+    memory.seal()
+    weights._keep(opening(key, where), kvstore_pb2.WeightsFilled(num_bytes=4096), memory.fds)
+    weights._held[key].users = users
 
 
 def test_files_that_change_while_they_are_read_are_no_model(
