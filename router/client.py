@@ -36,6 +36,7 @@ from router.client_session import (
     MAX_REQUEST_BYTES,
     CallFailed,
     NoSessions,
+    has_none,
     is_usable,
     not_opened,
     out_of_time,
@@ -121,7 +122,7 @@ class AsyncTailpack:
         await asyncio.gather(*map(self._end, list(self._open)))
         self._closed = True
         for opening in self._sessions.values():
-            if opening.done() and isinstance(session := opening.result(), AsyncSession):
+            if _opened(opening) and isinstance(session := opening.result(), AsyncSession):
                 await session.close()
             opening.cancel()
         for channel in self._channels.values():
@@ -300,7 +301,7 @@ class AsyncTailpack:
     async def _session(self, address: int, timeout_s: float | None) -> AsyncSession | None:
         """That with a router, opened where there is none; None: this router has no sessions. Raises CallFailed."""
         opening = self._sessions.get(address)
-        if opening is None or (opening.done() and not is_usable(opening.result())):
+        if opening is None or (opening.done() and not (_opened(opening) and is_usable(opening.result()))):
             opening = self._sessions[address] = asyncio.create_task(self._open_session(address))
         try:
             async with asyncio.timeout(timeout_s):
@@ -317,13 +318,21 @@ class AsyncTailpack:
             stats = await stub.Stats(router_pb2.StatsRequest(), timeout=UNARY_TIMEOUT_S, metadata=metadata)
             if FEATURE not in stats.features:
                 return NoSessions(time.monotonic())
-            session = AsyncSession(stub, metadata, partial(self._settings.lost, address=address))
+        except grpc.RpcError as failed:
+            return self._settings.not_opened(failed, address)
+        session = AsyncSession(stub, metadata, partial(self._settings.lost, address=address))
+        try:
             async with asyncio.timeout(UNARY_TIMEOUT_S):
                 await session.open()
             return session
         except grpc.RpcError as failed:
+            if has_none(failed):
+                return self._settings.no_sessions(address, "UNIMPLEMENTED")
             return self._settings.not_opened(failed, address)
-        except (TimeoutError, Unavailable):
+        except TimeoutError:
+            await session.close()
+            return self._settings.no_sessions(address, f"no welcome within {UNARY_TIMEOUT_S:g} s")
+        except Unavailable:
             return not_opened()
 
     async def _end(self, state: AnswerState) -> None:
@@ -382,3 +391,8 @@ class AsyncTailpack:
         if address not in self._channels:
             self._channels[address] = rpc.channel(self._settings.addresses[address], tls=self._settings.tls)
         return router_pb2_grpc.RouterStub(self._channels[address])
+
+
+def _opened(opening: asyncio.Task[AsyncSession | NoSessions | Failure]) -> bool:
+    """Whether it has come to an end by itself: an exception, as of a certificate that is just replaced, may pass."""
+    return opening.done() and not opening.cancelled() and opening.exception() is None

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import grpc
+
 from protos import router_pb2, rpc
 from protos.errors import DeadlineExceeded, TailpackError, Unavailable
 from router.answer import Chunk
@@ -62,6 +64,11 @@ def is_usable(opened: Shared | NoSessions | Failure) -> bool:
     if isinstance(opened, NoSessions):
         return time.monotonic() - opened.at_s < ASK_AGAIN_S
     return not isinstance(opened, Failure) and not opened.is_over
+
+
+def has_none(failed: grpc.RpcError) -> bool:
+    """Whether opening a session failed because whoever answers there knows of no such thing."""
+    return getattr(failed, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def not_opened() -> Failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +23,9 @@ from protos.errors import (
 )
 from protos.tls import ClientTls
 from router.answer_state import AnswerState, Failure, RetryPolicy
-from router.client_session import Lost, not_opened
+from router.client_session import Lost, NoSessions, not_opened
+
+log = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:7700"
 MAX_TIMEOUT_S = 1_000_000
@@ -115,6 +118,11 @@ class Settings:
         """Of the calls that wait for a session. in_time: the time that was given to open it is not that of a call."""
         failure = self.failure(failed, address)
         return not_opened() if in_time and isinstance(failure.error, DeadlineExceeded) else failure
+
+    def no_sessions(self, address: int, why: str) -> NoSessions:
+        """Of a router that names the feature where none can be had, as behind a proxy: calls get their own streams."""
+        log.warning("%s opens no session (%s): each request has its own stream", self.addresses[address], why)
+        return NoSessions(time.monotonic())
 
     def error(self, failed: grpc.RpcError, address: int) -> TailpackError:
         """The same without its circumstances."""

@@ -14,16 +14,17 @@ from typing import Any, Self, Unpack
 import grpc
 
 from protos import router_pb2, router_pb2_grpc, rpc
-from protos.errors import RequestCancelled, TailpackError, Unavailable
+from protos.errors import DeadlineExceeded, RequestCancelled, TailpackError, Unavailable
 from protos.tls import ClientTls
 from router.answer import Answer, Chunk
-from router.answer_state import AnswerState, RetryPolicy
+from router.answer_state import AnswerState, Failure, RetryPolicy
 from router.client_request import Parameters, Prompt, as_chat, build_request
 from router.client_session import (
     FEATURE,
     MAX_REQUEST_BYTES,
     CallFailed,
     NoSessions,
+    has_none,
     is_usable,
     not_opened,
     out_of_time,
@@ -57,6 +58,7 @@ class Tailpack:
         self._stubs = [router_pb2_grpc.RouterStub(channel) for channel in self._channels]
         self._may_share = session
         self._sessions: list[SyncSession | NoSessions | None] = [None] * len(self._stubs)
+        self._not_opened: list[tuple[Failure, float] | None] = [None] * len(self._stubs)  # the last, and when
         self._opening = [threading.Lock() for _ in self._stubs]
         self._address = 0  # index of the router that answered last
         self._open: set[AnswerState] = set()
@@ -218,34 +220,51 @@ class Tailpack:
 
     def _session(self, address: int, timeout_s: float | None) -> SyncSession | None:
         """As AsyncTailpack._session. Threads that need one wait for whoever opens it."""
-        opening = self._opening[address]
+        opening, began_s = self._opening[address], time.monotonic()
+        deadline_s = None if timeout_s is None else began_s + timeout_s
         if not opening.acquire(timeout=-1 if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
             raise CallFailed(out_of_time())
         try:
             opened = self._sessions[address]
             if opened is None or not is_usable(opened):
-                opened = self._sessions[address] = self._open_session(address, timeout_s)
+                if (failed := self._not_opened[address]) is not None and began_s < failed[1]:
+                    raise CallFailed(failed[0])  # it was opened for this call too
+                opened = self._sessions[address] = self._open_session(address, deadline_s)
             return opened if isinstance(opened, SyncSession) else None
         finally:
             opening.release()
 
-    def _open_session(self, address: int, timeout_s: float | None) -> SyncSession | NoSessions:
+    def _open_session(self, address: int, deadline_s: float | None) -> SyncSession | NoSessions:
+        """deadline_s: of the call that opens it, on time.monotonic's clock."""
         stub, metadata = self._stubs[address], self._settings.metadata()
-        first_s = UNARY_TIMEOUT_S if timeout_s is None else min(timeout_s, UNARY_TIMEOUT_S)
-        in_time = first_s == UNARY_TIMEOUT_S
+        wait_s, in_time = _wait_s(deadline_s)
         try:
-            stats = stub.Stats(router_pb2.StatsRequest(), timeout=first_s, metadata=metadata)
-            if FEATURE not in stats.features:
-                return NoSessions(time.monotonic())
-            session = SyncSession(stub, metadata, partial(self._settings.lost, address=address))
-            session.open(first_s)
+            stats = stub.Stats(router_pb2.StatsRequest(), timeout=wait_s, metadata=metadata)
+        except grpc.RpcError as failed:
+            raise self._not_open(address, self._settings.not_opened(failed, address, in_time=in_time)) from None
+        if FEATURE not in stats.features:
+            return NoSessions(time.monotonic())
+        wait_s, in_time = _wait_s(deadline_s)
+        session = SyncSession(stub, metadata, partial(self._settings.lost, address=address))
+        try:
+            session.open(wait_s)
             return session
         except grpc.RpcError as failed:
-            raise CallFailed(self._settings.not_opened(failed, address, in_time=in_time)) from None
+            if has_none(failed):
+                return self._settings.no_sessions(address, "UNIMPLEMENTED")
+            raise self._not_open(address, self._settings.not_opened(failed, address, in_time=in_time)) from None
         except TimeoutError:
-            raise CallFailed(not_opened() if in_time else out_of_time()) from None
+            if in_time:
+                return self._settings.no_sessions(address, f"no welcome within {UNARY_TIMEOUT_S:g} s")
+            raise CallFailed(out_of_time()) from None
         except Unavailable:
-            raise CallFailed(not_opened()) from None
+            raise self._not_open(address, not_opened()) from None
+
+    def _not_open(self, address: int, failure: Failure) -> CallFailed:
+        """Keeps it for those that wait meanwhile, unless it may be the end of one call's time."""
+        if not isinstance(failure.error, DeadlineExceeded):
+            self._not_opened[address] = failure, time.monotonic()
+        return CallFailed(failure)
 
     def _end(self, state: AnswerState) -> None:
         """Ends the work behind a resumable answer that is left. Best effort: else its grace time does."""
@@ -289,3 +308,9 @@ class Tailpack:
                 if not isinstance(error, Unavailable) or turn == len(self._stubs) - 1:
                     raise error from failed
         raise AssertionError("there is at least one address")
+
+
+def _wait_s(deadline_s: float | None) -> tuple[float, bool]:
+    """How long to wait for a router, and whether that is not cut short by the deadline of a call."""
+    left_s = UNARY_TIMEOUT_S if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+    return min(left_s, UNARY_TIMEOUT_S), left_s >= UNARY_TIMEOUT_S

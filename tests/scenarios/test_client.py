@@ -6,6 +6,7 @@ The sync flavour runs on a thread: the router of these tests lives on the test's
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from protos import errors, router_pb2
 from protos.errors import TailpackError
 from protos.tls import ServerTls
 from protos.token_option import read_token
+from router import client, sync_client
 from router.answer_output import explained
 from router.client import Answer, AsyncTailpack, Chunk, ClientTls, RetryPolicy, Tailpack
 from tests.certificates import Authority
@@ -401,6 +404,59 @@ async def test_closing_ends_several_answers_side_by_side(monkeypatch: pytest.Mon
         assert all_asked.is_set()
         for one in reading:
             assert isinstance(await fails(one), errors.RequestCancelled)
+
+
+# --- where there is no session ---
+
+
+@pytest.mark.parametrize("kind", [OnLoop, Blocking], ids=["async", "sync"])
+@pytest.mark.parametrize("how", ["refused", "silent"])
+async def test_where_no_session_can_be_opened_requests_have_their_own_streams(
+    kind: Flavour, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = 0
+
+    async def session(router: FakeRouter, requests: Any, context: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if how == "silent":
+            await asyncio.Event().wait()
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        yield
+
+    monkeypatch.setattr(fake_router, "SESSIONS", True)
+    monkeypatch.setattr(FakeRouter, "Session", session)
+    if how == "silent":
+        monkeypatch.setattr(client if kind is OnLoop else sync_client, "UNARY_TIMEOUT_S", 0.5)
+    async with fake_routers(lambda call: WHOLE) as (router,):
+        caller = kind(router.address, retry=QUICK)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                check_whole(await caller.collect())
+        assert asked == 1
+        assert [record.getMessage() for record in caplog.records if "opens no session" in record.getMessage()]
+        await caller.call("close")
+
+
+async def test_what_keeps_a_session_from_being_opened_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_router, "SESSIONS", True)
+    async with fake_routers(lambda call: WHOLE) as (router,):
+        caller = OnLoop(router.address, retry=QUICK)
+        stub = caller.client._stub
+
+        def renewed(address: int) -> Any:
+            raise errors.ConfigError("the key does not fit the certificate")
+
+        monkeypatch.setattr(caller.client, "_stub", renewed)
+        assert isinstance(await fails(caller.collect()), errors.ConfigError)
+        monkeypatch.setattr(caller.client, "_stub", stub)
+        check_whole(await caller.collect())
+        assert router.num_sessions == 1
+        await caller.call("close")
+        other = OnLoop(router.address, retry=QUICK)
+        monkeypatch.setattr(other.client, "_stub", renewed)
+        assert isinstance(await fails(other.collect()), errors.ConfigError)
+        await other.call("close")
 
 
 # --- deadlines, and who calls ---
