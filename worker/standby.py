@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -50,8 +51,12 @@ async def begin(config: WorkerConfig, stop: asyncio.Event, *doors: str) -> Begun
     if not turn.take():  # another process is this worker, or is just ending
         came, since = turn.wait(), time.monotonic()
         preparing = asyncio.create_task(_prepare(config))
-        if not await _either(came, stop):
+        preparing.add_done_callback(partial(_failed, over := asyncio.Event()))
+        if not await _either(came, stop, over):
             return None
+        if over.is_set():  # at once, not at its turn; and its last words must not keep the next one from it
+            turn.give_back()
+            await preparing
         stood_by_s = time.monotonic() - since
     log.info(
         STARTING,
@@ -77,9 +82,14 @@ async def _prepare(config: WorkerConfig) -> Prepared | None:
     return prepared
 
 
-async def _either(came: asyncio.Event, stop: asyncio.Event) -> bool:
+def _failed(over: asyncio.Event, preparing: asyncio.Task[Prepared | None]) -> None:
+    if not preparing.cancelled() and preparing.exception() is not None:
+        over.set()
+
+
+async def _either(came: asyncio.Event, stop: asyncio.Event, over: asyncio.Event) -> bool:
     """Waits for one of them; whether it is not ``stop``."""
-    waits = [asyncio.create_task(event.wait()) for event in (came, stop)]
+    waits = [asyncio.create_task(event.wait()) for event in (came, stop, over)]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:

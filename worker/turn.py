@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 class Turn:
-    """A process's place in the queue for one worker's id. Held until the process ends: there is no way to give it back
-    that would not leave a doubt.
+    """A process's place in the queue for one worker's id. Held until the process ends: to give back a turn that came
+    would leave a doubt, as memory and ports go with the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,6 +34,10 @@ class Turn:
         except BlockingIOError:
             return False
         return True
+
+    def give_back(self) -> None:
+        """Leaves the queue, by a process that has begun nothing as the worker; also one whose turn just comes."""
+        os.close(self._fd)
 
     def wait(self) -> asyncio.Event:
         """Set on the running loop when it is this process's turn. The kernel cannot be told to stop waiting, so the

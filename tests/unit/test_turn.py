@@ -11,6 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from protos.errors import PreconditionFailed
+from worker import standby
+from worker.config import WorkerConfig
 from worker.turn import Turn
 
 HOLDER = """
@@ -52,3 +57,20 @@ async def test_who_stands_by_has_its_turn_when_the_worker_is_gone_and_not_before
 def test_workers_of_one_node_have_turns_of_their_own(tmp_path: Path) -> None:
     turns = [Turn(Turn.path(tmp_path / "kvstore.sock", f"worker-{index}")) for index in range(2)]
     assert all(turn.take() for turn in turns)
+
+
+async def test_who_cannot_be_prepared_ends_before_its_turn_and_keeps_nobody_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(config: WorkerConfig) -> None:
+        await asyncio.sleep(0.2)  # by then it waits for its turn
+        raise PreconditionFailed("not deterministic", reason="NOT_DETERMINISTIC")
+
+    monkeypatch.setattr(standby, "_prepare", fails)
+    config = WorkerConfig(tmp_path, "tiny", worker_id="w", kv_socket=tmp_path / "kvstore.sock")
+    path = Turn.path(config.kv_socket, config.worker_id)
+    with holding(path) as worker:
+        with pytest.raises(PreconditionFailed, match="not deterministic"):
+            await asyncio.wait_for(standby.begin(config, asyncio.Event()), 10)
+        os.kill(worker.pid, signal.SIGKILL)
+        await asyncio.wait_for(Turn(path).wait().wait(), 5)
