@@ -63,7 +63,7 @@ class Death:
             raise AttributeError(f"{self.function} is a {type(original).__name__}")
         setattr(owner, name, self._wrapped(original))
         if self.rollback:
-            _arm_rollback(self.rollback)
+            _arm_rollback(self.rollback, self.call)
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         calls = 0
@@ -118,22 +118,25 @@ def _fail_device() -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def _arm_rollback(at: int) -> None:
-    """All that has said ``ROLLBACK_TOKENS`` and more goes back by so many behind the ``at``-th commit."""
+def _arm_rollback(at: int, least: int) -> None:
+    """All that has said ``ROLLBACK_TOKENS`` and more goes back by so many, once, behind the ``at``-th commit or a later
+    one that finds ``least`` of them: the process dies in the last one's, before any says its tokens again.
+    """
     from worker.engine import Engine
 
     commit: Any = Engine._commit
-    commits = 0
+    commits, done = 0, False
 
     @functools.wraps(commit)
     def wrapped(engine: Any, *arguments: Any) -> Any:
-        nonlocal commits
+        nonlocal commits, done
         result = commit(engine, *arguments)
         commits += 1
-        if commits == at:
-            for sequence in engine._running:
-                if sequence.num_emitted > ROLLBACK_TOKENS:
-                    engine.truncate(sequence, sequence.num_computed - ROLLBACK_TOKENS)
+        back = [sequence for sequence in engine._running if sequence.num_emitted > ROLLBACK_TOKENS]
+        if not done and commits >= at and len(back) >= least:
+            done = True
+            for sequence in back:
+                engine.truncate(sequence, sequence.num_computed - ROLLBACK_TOKENS)
         return result
 
     setattr(Engine, "_commit", wrapped)  # noqa: B010 - not a method's type
