@@ -63,7 +63,7 @@ class Death:
             raise AttributeError(f"{self.function} is a {type(original).__name__}")
         setattr(owner, name, self._wrapped(original))
         if self.rollback:
-            _arm_rollback(self.rollback, self.call)
+            _arm_rollback(self.rollback, min(self.call, 3))
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         calls = 0
