@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -19,9 +17,8 @@ DTYPE = torch.bfloat16
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    folder: Path = tmp_path_factory.mktemp("step")
-    return Emulator.build("decode_step.cpp", folder, [f"-D{n}={v}" for n, v in step_cell("bf16").defines])
+def library() -> Emulator:
+    return Emulator.of(step_cell("bf16"))
 
 
 def rows(*shape: int) -> torch.Tensor:
@@ -134,12 +131,12 @@ def test_queries_and_keys_are_rotated_and_go_where_they_belong(
 
 @needs_compiler
 def test_a_place_or_position_that_does_not_exist_ends_the_kernel(library: Emulator) -> None:
-    memory = rows(2, 16, 1, 64)
+    memory, qkv = rows(2, 16, 1, 64), rows(1, 192)  # held: the arguments have addresses alone
     cos, sin = (table.to(DTYPE) for table in rope_tables({}, 64, 8))
     for slot, tokens in ((2, 1), (0, 9)):
         ints = [torch.tensor([value], dtype=torch.int32) for value in (slot, tokens)]
         arguments = RopeArgs()
-        set_rope(arguments, DTYPE, rows(1, 192), (cos, sin), (None, None), 0, AppendTo(memory, memory, *ints), 1)
+        set_rope(arguments, DTYPE, qkv, (cos, sin), (None, None), 0, AppendTo(memory, memory, *ints), 1)
         with pytest.raises(EmulatorError, match="trap"):
             library.call("rope", 1, 1, arguments)
 
