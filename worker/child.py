@@ -47,7 +47,7 @@ class Child:
                 stderr=log,
                 # A session of its own: Ctrl-C at the terminal reaches the supervisor, which stops things in order.
                 start_new_session=True,
-                preexec_fn=functools.partial(_die_with_parent, os.getpid()),
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         self.pid = self._process.pid
 
@@ -136,8 +136,8 @@ def kill_descendants() -> None:
             continue
 
 
-def _die_with_parent(parent: int) -> None:
-    # Runs between fork and exec. When the supervisor is killed there is nobody left to end the child.
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Runs between fork and exec: when the parent is killed there is nobody left to end the child."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)

@@ -27,7 +27,6 @@ import math
 import random
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -615,8 +614,7 @@ def launch_on_cpu(stack: ExitStack) -> None:
 
     from tests.unit.emulated_step import EmulatedStep
 
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    EmulatedStep(stack.enter_context(pytest.MonkeyPatch.context()), folder)
+    EmulatedStep(stack.enter_context(pytest.MonkeyPatch.context()))
 
 
 def run(report: Report, asked: argparse.Namespace) -> None:

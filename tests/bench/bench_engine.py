@@ -25,20 +25,8 @@ from typing import Any
 
 import torch
 
-from tests.unit.tiny import Harness, config_for, request, write_model
+from tests.unit.tiny import SMOLLM2_135M, Harness, config_for, request, write_model
 from worker.weights import load_model
-
-SMOLLM2_135M: dict[str, Any] = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000.0,
-}
 
 
 def main() -> None:

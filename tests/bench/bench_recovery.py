@@ -43,7 +43,7 @@ from protos.errors import TailpackError
 from router.sync_client import Tailpack
 from tests.e2e.cluster import ClusterProcess, running
 from tests.scenarios.tiny_tokenizer import write_tokenizer
-from tests.unit.tiny import write_model
+from tests.unit.tiny import SMOLLM2_135M, write_model
 from worker.child import STARTING
 from worker.cluster_config import resolve_model
 
@@ -53,16 +53,6 @@ PROMPT = "Tell a long story about a lighthouse keeper and the sea."
 MAX_TOKENS = 48
 KILL_AFTER = 16  # tokens
 SETTLE_S = 180.0
-SMOLLM2: dict[str, Any] = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-}
 PARTS = ("detection", "process", "start", "imports", "weights", "attach", "engine", "doors", "first token")
 
 
@@ -300,7 +290,7 @@ def _where(command: str, commit: str, device: str, load: float) -> dict[str, Any
 
 
 def _random(folder: Path) -> Path:
-    write_model(folder, **SMOLLM2)
+    write_model(folder, **SMOLLM2_135M)
     write_tokenizer(folder)
     return folder
 

@@ -9,14 +9,13 @@ import pytest
 
 from tests.bench import bench_engine_gpu
 from tests.kernels.emulator import needs_compiler
-from tests.unit.emulated_step import BUILT, EmulatedStep
+from tests.unit.emulated_step import EmulatedStep
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_every_part_runs_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    BUILT.clear()
-    EmulatedStep(monkeypatch, tmp_path)
+    EmulatedStep(monkeypatch)
     out, records = tmp_path / "out.jsonl", tmp_path / "records.jsonl"
     options = ["--device", "cpu", "--only", "equal,linear,steady", "--out", str(out), "--records", str(records)]
     status = bench_engine_gpu.main(options)
@@ -24,7 +23,6 @@ def test_every_part_runs_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert status == 0, [line for line in lines if not line["ok"]]
     assert {line["part"] for line in lines} == {"equal", "linear", "steady"}
     assert [json.loads(line)["case"] for line in records.read_text().splitlines()] == ["tiny", "tiny-dense"]
-    BUILT.clear()
 
 
 def test_the_engine_alone_runs_small(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.chaos.dying_worker import Death
-from worker.child import _LIBC, _PR_SET_PDEATHSIG
+from worker.child import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 MAX_MESSAGE_BYTES = 1 << 16
@@ -151,7 +151,7 @@ def _become(channel: socket.socket, asked: dict[str, Any]) -> None:
     """In the child: never returns."""
     code = 70
     try:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent(os.getppid())
         resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
         channel.close()
         for path, number in ((asked["out"], 1), (asked["log"], 2)):

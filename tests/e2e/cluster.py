@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvstore.client import stats
 from protos import kvstore_pb2
 from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
 from tests.unit.tiny import write_model
+from worker.child import die_with_parent
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
@@ -68,7 +71,9 @@ def running(folder: Path, model: str | Path, arguments: Sequence[str] = ()) -> I
     command = [sys.executable, "-m", "protos.cli", "up", "--model", str(model), "--listen", "127.0.0.1:0"]
     command += ["--ready-file", str(ready_file), "--drain-s", "2", *arguments]
     with log_file.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        # A test run that is killed does not come to the end below; `up` then stops all that it started.
+        with_us = partial(die_with_parent, os.getpid(), signal.SIGTERM)
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, preexec_fn=with_us)
     descendants: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -48,18 +48,9 @@ from tests.chaos.node import Node, Server, Setting, last_lines, records
 from tests.chaos.streams import Ask, Caller, Stream, Whole, undisturbed
 from tests.chaos.zygote import ROOT, Forked, Zygote
 from tests.e2e.gpu_in_flight import facts, used_mib
-from tests.unit.tiny import write_model
+from tests.unit.tiny import SMOLLM2_135M, write_model
 
-SMOLLM2: dict[str, Any] = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 4096,
-    "max_position_embeddings": 4096,
-}
+SMOLLM2 = {**SMOLLM2_135M, "vocab_size": 4096, "max_position_embeddings": 4096}
 TINY: dict[str, Any] = SMOLLM2 | {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -514,7 +514,7 @@ def main() -> None:
 
             from tests.unit.emulated_step import EmulatedStep
 
-            EmulatedStep(stack.enter_context(pytest.MonkeyPatch.context()), folder)
+            EmulatedStep(stack.enter_context(pytest.MonkeyPatch.context()))
         check = Check(Models(folder, asked.device), asked.commit)
         deadline, real = time.monotonic() + asked.seconds, check.case
 

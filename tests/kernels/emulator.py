@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.cells import Cell
 from kernels.compiler import SOURCE_DIR
 
 HEADER_DIR = Path(__file__).parent / "cuda_on_cpu"
@@ -51,22 +52,24 @@ class Emulator:
         self._library.cta_error.restype = ctypes.c_char_p
 
     @classmethod
-    def build(cls, source: str | Path, folder: Path, options: Sequence[str] = (), timeout_s: float = 300) -> Emulator:
-        """Compile `source` with g++ and these further options.
-
-        source: a name in cuda_on_cpu, which is built once for all tests of a run; or a path, built into `folder`.
-        """
-        if isinstance(source, Path):
-            target = folder / f"{source.stem}-{len(list(folder.glob('*.so')))}.so"
-            _compile(source, target, options, timeout_s)
-            return cls(target)
+    def build(cls, source: str, options: Sequence[str] = (), timeout_s: float = 300) -> Emulator:
+        """Compile `source`, a name in cuda_on_cpu, with g++ and these further options; once for all tests of a run."""
+        if (known := _LOADED.get((source, *options))) is not None:
+            return known
         digest = hashlib.blake2b(repr((source, list(options))).encode(), digest_size=16).hexdigest()
         target = _shared_folder() / f"{digest}.so"
         if not target.exists():
             draft = target.with_suffix(f".{os.getpid()}")
             _compile(HEADER_DIR / source, draft, options, timeout_s)
             draft.rename(target)
-        return cls(target)
+        emulator = _LOADED[source, *options] = cls(target)
+        return emulator
+
+    @classmethod
+    def of(cls, cell: Cell, *options: str) -> Emulator:
+        """The kernels of a cell."""
+        defines = [f"-D{name}={value}" for name, value in cell.defines]
+        return cls.build(cell.source.replace(".cu", ".cpp"), [*defines, *options])
 
     def call(self, name: str, *arguments: Argument, seed: int = 0, time_limit_s: int = 120) -> None:
         """Call a function. A tensor goes as a pointer, an int as 64 bits, a float as f32, a structure by value.
@@ -86,6 +89,9 @@ class Emulator:
     def function(self, name: str) -> ctypes._NamedFuncPointer:
         """A function that launches nothing, to be given its types by the caller."""
         return self._library[name]
+
+
+_LOADED: dict[tuple[str, ...], Emulator] = {}  # by source and options
 
 
 def _compile(source: Path, target: Path, options: Sequence[str], timeout_s: float) -> None:

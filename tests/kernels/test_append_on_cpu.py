@@ -14,8 +14,8 @@ from tests.kernels.emulator import Emulator, EmulatorError, needs_compiler
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator.build("append.cpp", tmp_path_factory.mktemp("append"))
+def library() -> Emulator:
+    return Emulator.build("append.cpp")
 
 
 def run(library: Emulator, keys: AppendSide, values: AppendSide | None, places: Tensor, rows: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -25,19 +24,14 @@ STAGE_BYTES, NUM_STAGES, CTAS = 1024, 11, 5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checks")
-
-
-@pytest.fixture(scope="module")
-def emulator(folder: Path) -> Emulator:
-    return Emulator.build("checks.cpp", folder)
+def emulator() -> Emulator:
+    return Emulator.build("checks.cpp")
 
 
 @pytest.fixture(scope="module", params=["bulk", "lanes"])
-def copies(request: pytest.FixtureRequest, folder: Path, emulator: Emulator) -> Emulator:
+def copies(request: pytest.FixtureRequest, emulator: Emulator) -> Emulator:
     """The same kernels with bulk copies (sm_90 on) and with copies by all lanes."""
-    return emulator if request.param == "bulk" else Emulator.build("checks.cpp", folder, ["-DTAILPACK_NO_BULK_COPY"])
+    return emulator if request.param == "bulk" else Emulator.build("checks.cpp", ["-DTAILPACK_NO_BULK_COPY"])
 
 
 def random_generator() -> np.random.Generator:
@@ -325,8 +319,8 @@ def test_a_launch_after_a_failed_one_is_a_fresh_one(emulator: Emulator) -> None:
     assert run_pipeline(emulator, NONE, 1)
 
 
-def test_other_machines_switch_through_ucontext(folder: Path) -> None:
-    emulator = Emulator.build("checks.cpp", folder, ["-DCTA_UCONTEXT"])
+def test_other_machines_switch_through_ucontext() -> None:
+    emulator = Emulator.build("checks.cpp", ["-DCTA_UCONTEXT"])
     for seed in range(3):
         assert run_pipeline(emulator, NONE, seed)
         test_misuse_is_named(emulator, 13, seed)

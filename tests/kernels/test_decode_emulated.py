@@ -4,14 +4,13 @@ lane, to the float64 answer. Cases and checks are the benchmark's own, at tiny s
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.cells import PHASES, Cell
+from kernels.cells import PHASES
 from kernels.decode import Batch, DecodeLayer
 from kernels.decode_workspace import DecodeLimits, new_workspace
 from tests.bench import kernel_checks
@@ -41,7 +40,7 @@ CASES = {
 class Emulated:
     """The engine of kernel_checks: a layer's three launches on the emulator."""
 
-    def __init__(self, inputs: Inputs, folder: Path, built: dict[Cell, Emulator]) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         case = inputs.case
         self.layer = DecodeLayer(
             keys=inputs.keys,
@@ -57,11 +56,7 @@ class Emulated:
         self.workspace = new_workspace(self.layer.workspace_bytes, CPU)
         self.workspace.fill_(0xFF)
         self.layer.use_workspace(self.workspace)
-        cell = self.layer.cell
-        if cell not in built:
-            defines = [f"-D{name}={value}" for name, value in cell.defines]
-            built[cell] = Emulator.build(cell.source.replace(".cu", ".cpp"), folder, defines)
-        self.emulator = built[cell]
+        self.emulator = Emulator.of(self.layer.cell)
 
     def __call__(self, q: Tensor, batch: Batch, out: Tensor, lse: Tensor) -> None:
         self.layer.set_call(q, batch, out, lse)
@@ -70,32 +65,22 @@ class Emulated:
             self.emulator.call(phase, ctas, self.layer.arguments, seed=1)
 
 
-@pytest.fixture(scope="module")
-def built() -> dict[Cell, Emulator]:
-    return {}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_call_gives_the_float64_answer(
-    case: Case, built: dict[Cell, Emulator], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_gives_the_float64_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = int(torch.seed() % 2**31)
     torch.manual_seed(seed)
-    folder = tmp_path_factory.mktemp("emulated")
-    monkeypatch.setattr(kernel_checks, "make_engine", lambda inputs: Emulated(inputs, folder, built))
+    monkeypatch.setattr(kernel_checks, "make_engine", Emulated)
     facts: dict[str, Any] = kernel_checks.run_case(case, CPU)
     assert facts["ok"], (seed, facts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed", "dense"])
-def test_nan_is_told_where_it_is_and_nowhere_else(
-    name: str, built: dict[Cell, Emulator], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_nan_is_told_where_it_is_and_nowhere_else(name: str) -> None:
     """A query that is not finite must not come out as an attended, or an empty, row."""
     inputs = make(CASES[name], CPU)
-    engine = Emulated(inputs, tmp_path_factory.mktemp("emulated"), built)
+    engine = Emulated(inputs)
     engine(inputs.q, inputs.batch, inputs.out, inputs.lse)
     before = inputs.out.clone(), inputs.lse.clone()
     inputs.q[0, 0, 1, 3] = float("nan")

@@ -23,10 +23,7 @@ CellOf = Callable[..., Emulator]
 
 
 @pytest.fixture(scope="session")
-def cell_of(tmp_path_factory: pytest.TempPathFactory) -> CellOf:
-    folder = tmp_path_factory.mktemp("decode")
-    built: dict[tuple[str, ...], Emulator] = {}
-
+def cell_of() -> CellOf:
     def build(case: Case, *options: str) -> Emulator:
         preset = PRESETS[case.preset]
         bits = (preset.key_bits, preset.value_bits)
@@ -43,10 +40,8 @@ def cell_of(tmp_path_factory: pytest.TempPathFactory) -> CellOf:
             "TAILPACK_PROFILE": "0",
             **tiling_defines(case.width, *bits, case.vectors),
         }
-        flags = (*(f"-D{name}={value}" for name, value in defines.items()), *options)
-        if flags not in built:
-            built[flags] = Emulator.build("decode_packed.cpp", folder, flags)
-        return built[flags]
+        flags = [f"-D{name}={value}" for name, value in defines.items()]
+        return Emulator.build("decode_packed.cpp", [*flags, *options])
 
     return build
 

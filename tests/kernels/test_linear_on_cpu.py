@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.cells import Cell
 from kernels.errors import ArgumentError
 from kernels.linear_cuda import (
     LinearChain,
@@ -27,21 +25,8 @@ from kernels.rope_append import AppendTo, RopeArgs, set_rope
 from kernels.step_cells import LinearTiling, linear_tiling, step_cell
 from tests.kernels.emulator import Emulator, EmulatorError, needs_compiler
 
-BUILT: dict[Cell, Emulator] = {}
 BF16 = torch.bfloat16
 EPS = 1e-5
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    BUILT.clear()
-    return tmp_path_factory.mktemp("linear")
-
-
-def library(cell: Cell, folder: Path) -> Emulator:
-    if cell not in BUILT:
-        BUILT[cell] = Emulator.build("linear_few.cpp", folder, [f"-D{name}={value}" for name, value in cell.defines])
-    return BUILT[cell]
 
 
 def chain_of(*links: Link, arch: str = "sm_90a", tiling: LinearTiling | None = None, max_rows: int = 8) -> LinearChain:
@@ -49,19 +34,17 @@ def chain_of(*links: Link, arch: str = "sm_90a", tiling: LinearTiling | None = N
     return LinearChain(links, BF16, arrived, max_rows, arch=arch, tiling=tiling)
 
 
-def launch(chain: LinearChain, folder: Path, calls: Sequence[LinkCall], ctas: int, seed: int) -> None:
+def launch(chain: LinearChain, calls: Sequence[LinkCall], ctas: int, seed: int) -> None:
     chain.set_call(*calls)
     shared = chain.plans[len(calls[0].x)].total
-    library(chain.cell, folder).call("linear", ctas, shared, chain.arguments, seed=seed)
+    Emulator.of(chain.cell).call("linear", ctas, shared, chain.arguments, seed=seed)
     assert int(chain._arrived) % 1024 == 0
 
 
-def run(
-    chain: LinearChain, folder: Path, x: torch.Tensor, residual: torch.Tensor | None, seed: int, ctas: int = 1
-) -> torch.Tensor:
+def run(chain: LinearChain, x: torch.Tensor, residual: torch.Tensor | None, seed: int, ctas: int = 1) -> torch.Tensor:
     """Of a chain of one product."""
     out = torch.full((len(x), chain.links[0].linear.width), float("nan"), dtype=x.dtype)
-    launch(chain, folder, [LinkCall(x, out, residual)], ctas, seed)
+    launch(chain, [LinkCall(x, out, residual)], ctas, seed)
     return out
 
 
@@ -85,7 +68,7 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "gated"])
-def test_products_are_the_references(folder: Path, kind: str, fp8: bool, rows: int) -> None:
+def test_products_are_the_references(kind: str, fp8: bool, rows: int) -> None:
     torch.manual_seed(rows)
     n, k = (256, 1664) if fp8 else (84 if kind != "gated" else 92, 1184)  # more than one stage, the last in part
     weight = torch.randn(n, k).to(BF16)
@@ -95,9 +78,9 @@ def test_products_are_the_references(folder: Path, kind: str, fp8: bool, rows: i
     chain = chain_of(link)
     x = torch.randn(rows, 2 * k).to(BF16)[:, k:]
     residual = torch.randn(rows, n).to(BF16) if kind == "plain" else None
-    got = run(chain, folder, x, residual, seed=rows)
+    got = run(chain, x, residual, seed=rows)
     for ctas in (3, 50):  # some have no tile
-        assert torch.equal(run(chain, folder, x, residual, seed=rows, ctas=ctas), got)
+        assert torch.equal(run(chain, x, residual, seed=rows, ctas=ctas), got)
     want = exact(x, link, residual)
     # Gate, silu, up and their product are rounded each; so are a norm's two factors.
     assert worst(got, want) < (1e-2 if linear.gated else 6e-3)
@@ -106,16 +89,16 @@ def test_products_are_the_references(folder: Path, kind: str, fp8: bool, rows: i
 
 @needs_compiler
 @pytest.mark.parametrize("fp8", [False, True])
-def test_rows_do_not_know_of_each_other(folder: Path, fp8: bool) -> None:
+def test_rows_do_not_know_of_each_other(fp8: bool) -> None:
     torch.manual_seed(1)
     weight = torch.randn(128, 1152).to(BF16)
     chain = chain_of(
         Link(LinearWeight(*(quantized(weight) if fp8 else (weight, None))), torch.ones(1152).to(BF16), EPS)
     )
     x = torch.randn(8, 1152).to(BF16)
-    alone = torch.cat([run(chain, folder, row.unsqueeze(0), None, seed=0) for row in x])
-    assert torch.equal(run(chain, folder, x, None, seed=3), alone)
-    assert torch.equal(run(chain, folder, x.flip(0), None, seed=3).flip(0), alone)
+    alone = torch.cat([run(chain, row.unsqueeze(0), None, seed=0) for row in x])
+    assert torch.equal(run(chain, x, None, seed=3), alone)
+    assert torch.equal(run(chain, x.flip(0), None, seed=3).flip(0), alone)
 
 
 def layer(rows: int, hidden: int, inner: int, fp8: bool) -> tuple[list[Link], list[LinkCall], dict[str, torch.Tensor]]:
@@ -151,7 +134,7 @@ def layer(rows: int, hidden: int, inner: int, fp8: bool) -> tuple[list[Link], li
 @needs_compiler
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("rows", "seeds"), [(1, (0, 1, 2, 3)), (4, (4, 5))])
-def test_a_chain_is_its_products_one_by_one(folder: Path, fp8: bool, rows: int, seeds: Sequence[int]) -> None:
+def test_a_chain_is_its_products_one_by_one(fp8: bool, rows: int, seeds: Sequence[int]) -> None:
     """Three CTAs that run at once, as many as the emulator lets; the second launch goes on with the counter."""
     torch.manual_seed(rows)
     links, calls, held = layer(rows, 256, 384, fp8)
@@ -159,14 +142,14 @@ def test_a_chain_is_its_products_one_by_one(folder: Path, fp8: bool, rows: int, 
     x = start["x"].clone()
     for link, call in zip(links, calls, strict=True):
         single = chain_of(link)
-        launch(single, folder, [call], 3, seed=0)
+        launch(single, [call], 3, seed=0)
     want = {name: each.clone() for name, each in held.items()}
     assert all(each.isfinite().all() for each in want.values()) and not torch.equal(want["x"], x)
     chain = chain_of(*links)
     for seed in seeds:
         for name, each in held.items():
             each.copy_(start[name])
-        launch(chain, folder, calls, 3, seed)
+        launch(chain, calls, 3, seed)
         for name, each in held.items():
             assert torch.equal(each, want[name]), f"{name}, seed {seed}"
 
@@ -174,7 +157,7 @@ def test_a_chain_is_its_products_one_by_one(folder: Path, fp8: bool, rows: int, 
 @needs_compiler
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
-def test_heads_are_rotated_and_appended_as_by_a_kernel_of_its_own(folder: Path, paged: bool, fp8: bool) -> None:
+def test_heads_are_rotated_and_appended_as_by_a_kernel_of_its_own(paged: bool, fp8: bool) -> None:
     torch.manual_seed(8)
     rows, q_heads, kv_heads, dim, k = 3, 4, 2, 64, 256
     n = (q_heads + 2 * kv_heads) * dim
@@ -193,14 +176,11 @@ def test_heads_are_rotated_and_appended_as_by_a_kernel_of_its_own(folder: Path, 
         to = AppendTo(memory[0], memory[1], places, num_tokens)
         out = torch.zeros(rows, n, dtype=BF16)
         chain = chain_of(Link(linear, rotary=rotary))
-        launch(chain, folder, [LinkCall(x, out, rotary=Rotary(tables, to, q_heads) if rotary else None)], 3, seed=2)
+        launch(chain, [LinkCall(x, out, rotary=Rotary(tables, to, q_heads) if rotary else None)], 3, seed=2)
         if not rotary:
             arguments = RopeArgs()
             set_rope(arguments, BF16, out, tables, (None, None), 0.0, to, q_heads)
-            cell = step_cell("bf16")
-            if cell not in BUILT:
-                BUILT[cell] = Emulator.build("decode_step.cpp", folder, [f"-D{a}={b}" for a, b in cell.defines])
-            BUILT[cell].call("rope", 1, rows, arguments)
+            Emulator.of(step_cell("bf16")).call("rope", 1, rows, arguments)
         found.append((out[:, : q_heads * dim], memory))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     assert found[0][1].ne(0).any(-1).sum() == 2 * 2 * kv_heads  # of two rows
@@ -208,7 +188,7 @@ def test_heads_are_rotated_and_appended_as_by_a_kernel_of_its_own(folder: Path, 
 
 @needs_compiler
 @pytest.mark.parametrize("fp8", [False, True])
-def test_long_rows_are_read_from_memory(folder: Path, fp8: bool) -> None:
+def test_long_rows_are_read_from_memory(fp8: bool) -> None:
     """On an SM with 99 KiB, 8 rows of 3,072 values are too many; results are those of rows in shared memory."""
     torch.manual_seed(5)
     k, n = 3072, 128
@@ -217,7 +197,7 @@ def test_long_rows_are_read_from_memory(folder: Path, fp8: bool) -> None:
     large, small = chain_of(link), chain_of(link, arch="sm_89")
     assert small.plans[8].x_bytes < 8 * 2 * k < large.plans[8].x_bytes
     x = torch.randn(8, k).to(BF16)
-    assert torch.equal(run(small, folder, x, None, seed=7), run(large, folder, x, None, seed=7))
+    assert torch.equal(run(small, x, None, seed=7), run(large, x, None, seed=7))
 
 
 @needs_compiler
@@ -230,23 +210,23 @@ def test_long_rows_are_read_from_memory(folder: Path, fp8: bool) -> None:
     ],
     ids=["copies of older archs", "another cut", "few under way"],
 )
-def test_ways_to_cut_give_the_same(folder: Path, tiling: LinearTiling) -> None:
+def test_ways_to_cut_give_the_same(tiling: LinearTiling) -> None:
     torch.manual_seed(6)
     links, calls, held = layer(2, 256, 128, fp8=False)
     start = {name: each.clone() for name, each in held.items()}
-    launch(chain_of(*links), folder, calls, 3, seed=1)
+    launch(chain_of(*links), calls, 3, seed=1)
     want = {name: each.clone() for name, each in held.items()}
     chain = chain_of(*links, tiling=tiling)
     for seed in (0, 2, 3):
         for name, each in held.items():
             each.copy_(start[name])
-        launch(chain, folder, calls, 3, seed)
+        launch(chain, calls, 3, seed)
         for name, each in held.items():
             assert (each.float() - want[name].float()).norm() < 1e-2 * want[name].float().norm()
 
 
 @needs_compiler
-def test_every_code_is_read_exactly(folder: Path) -> None:
+def test_every_code_is_read_exactly() -> None:
     """A row of weights that holds each e4m3 code, subnormal ones too, against unit vectors."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes[codes & 0x7F == 0x7F] = 0  # NaN
@@ -255,16 +235,16 @@ def test_every_code_is_read_exactly(folder: Path) -> None:
     for first in range(0, 256, 8):
         x = torch.zeros(8, 256, dtype=BF16)
         x[torch.arange(8), first + torch.arange(8)] = 1.0
-        got = run(chain, folder, x, None, seed=0)
+        got = run(chain, x, None, seed=0)
         assert torch.equal(got, 2 * weight[:, first : first + 8].to(BF16).t())
 
 
 @needs_compiler
-def test_a_grid_that_does_not_run_at_once_ends(folder: Path) -> None:
+def test_a_grid_that_does_not_run_at_once_ends() -> None:
     """More CTAs than run at once wait for ever; the emulator says so, a GPU traps."""
     links, calls, _ = layer(1, 256, 128, fp8=False)
     with pytest.raises(EmulatorError, match="deadlock"):
-        launch(chain_of(*links), folder, calls, 4, seed=0)
+        launch(chain_of(*links), calls, 4, seed=0)
 
 
 def test_shared_memory_is_shared_out() -> None:

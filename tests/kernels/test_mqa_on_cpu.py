@@ -22,17 +22,11 @@ Build = Callable[..., Emulator]
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    folder = tmp_path_factory.mktemp("mqa")
-    built: dict[tuple[str, ...], Emulator] = {}
-
+def library() -> Build:
     def build(case: Case, *extra: str) -> Emulator:
         options = [f"-D{k}={v}" for k, v in cell_defines(case.row_type, case.softcap > 0).items()]
         options += [f"-D{name}" for name in extra]
-        key = tuple(options)
-        if key not in built:
-            built[key] = Emulator.build("decode_mqa.cpp", folder, options)
-        return built[key]
+        return Emulator.build("decode_mqa.cpp", options)
 
     return build
 

@@ -64,17 +64,10 @@ Build = Callable[[Case], Emulator]
 
 
 @pytest.fixture(scope="session")
-def cell_of(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    folder = tmp_path_factory.mktemp("rows")
-    built: dict[str, Emulator] = {}
-
+def cell_of() -> Build:
     def build(case: Case) -> Emulator:
         variant = AttentionVariant(case.row_type, case.columns, case.softcap > 0)
-        cell = rows_cell(case.width, case.source, variant)
-        if cell.name not in built:
-            defines = [f"-D{name}={value}" for name, value in cell.defines]
-            built[cell.name] = Emulator.build("decode_rows.cpp", folder, defines)
-        return built[cell.name]
+        return Emulator.of(rows_cell(case.width, case.source, variant))
 
     return build
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ VOCABULARY = 1500
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    folder: Path = tmp_path_factory.mktemp("sample")
-    return Emulator.build("sample.cpp", folder, [f"-D{n}={v}" for n, v in sample_cell("bf16").defines])
+def library() -> Emulator:
+    return Emulator.of(sample_cell("bf16"))
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kernels import fp8, turboquant
-from kernels.cells import Cell
 from kernels.page_cells import fp8_cell, page_grid, seal_cell, shared_bytes
 from kernels.page_layout import FRAGMENTS, ROWS, PageLayout, Region, page_layout
 from kernels.pages_cuda import (
@@ -44,23 +42,9 @@ RING_ROWS = 160
 EmulatorOf = Callable[..., Emulator]  # cell, compiler options
 
 
-def build(folder: Path, cell: Cell, options: tuple[str, ...]) -> Emulator:
-    defines = [f"-D{name}={value}" for name, value in cell.defines]
-    return Emulator.build(cell.source.replace(".cu", ".cpp"), folder, [*defines, *options])
-
-
-_built: dict[tuple[str, tuple[str, ...]], Emulator] = {}
-
-
 @pytest.fixture
-def emulator_of(tmp_path_factory: pytest.TempPathFactory) -> EmulatorOf:
-    def of(cell: Cell, *options: str) -> Emulator:
-        key = (cell.name, options)
-        if key not in _built:
-            _built[key] = build(tmp_path_factory.mktemp("seal"), cell, options)
-        return _built[key]
-
-    return of
+def emulator_of() -> EmulatorOf:
+    return Emulator.of
 
 
 # ---- what a page must hold

@@ -23,9 +23,9 @@ pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def library() -> Emulator:
     limits = [f"-DTAILPACK_ZERO_NORM={ZERO_NORM}", f"-DTAILPACK_MAX_NORM={MAX_NORM}"]
-    return Emulator.build("turboquant.cpp", tmp_path_factory.mktemp("cuda_on_cpu"), limits)
+    return Emulator.build("turboquant.cpp", limits)
 
 
 def pack(library: Emulator, rows: torch.Tensor, bits: int, name: str) -> tuple[torch.Tensor, torch.Tensor, int]:

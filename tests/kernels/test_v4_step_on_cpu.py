@@ -19,10 +19,8 @@ launched: set[str] = set()
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> V4Step:
-    folder, own, other = tmp_path_factory.mktemp("v4"), v4_step_cell("bf16", 4, 20), experts_cell("bf16")
-    library = Emulator.build("v4_step.cpp", folder, [f"-D{name}={value}" for name, value in own.defines])
-    experts = Emulator.build("experts_few.cpp", folder, [f"-D{name}={value}" for name, value in other.defines])
+def step() -> V4Step:
+    library, experts = Emulator.of(v4_step_cell("bf16", 4, 20)), Emulator.of(experts_cell("bf16"))
 
     def launch(name: str, ctas: int, arguments: tuple[torch.Tensor | int, ...], shared_bytes: int) -> None:
         launched.add(name)

@@ -29,33 +29,18 @@ TOLERANCE = 0.01  # of float16: roundings to the dtype, and the codes of rows th
 class EmulatedKernels(FakeGpuKernels):
     """Runs what is launched, with the arguments and the grid that it is launched with."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, built: dict[Cell, Emulator]) -> None:
-        super().__init__(monkeypatch)
-        self._folder, self._built = folder, built
-
-    def _library(self, cell: Cell) -> Emulator:
-        if cell not in self._built:
-            defines = [f"-D{name}={value}" for name, value in cell.defines]
-            self._built[cell] = Emulator.build(cell.source.replace(".cu", ".cpp"), self._folder, defines)
-        return self._built[cell]
-
     def run_decode(self, cell: Cell, phase: str, ctas: int, arguments: DecodeArgs) -> None:
-        self._library(cell).call(phase, ctas, arguments)
+        Emulator.of(cell).call(phase, ctas, arguments)
 
     def run_pages(self, group: PageGroup, kernel: int, pages: Tensor, results: tuple[Tensor, ...]) -> None:
         warps = (PAGE_WARPS,) if group.cell.source == "seal.cu" else ()
         tables = (pages, group.regions, group.units, len(pages), len(group.units), group.arena, group.arena.stride(0))
-        self._library(group.cell).call(("seal", "restore")[kernel], PAGE_CTAS, *warps, *tables, *results)
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Cell, Emulator]]:
-    return tmp_path_factory.mktemp("libraries"), {}
+        Emulator.of(group.cell).call(("seal", "restore")[kernel], PAGE_CTAS, *warps, *tables, *results)
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, libraries: tuple[Path, dict[Cell, Emulator]]) -> EmulatedKernels:
-    return EmulatedKernels(monkeypatch, *libraries)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> EmulatedKernels:
+    return EmulatedKernels(monkeypatch)
 
 
 @pytest.fixture

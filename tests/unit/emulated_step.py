@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +14,13 @@ from tests.kernels.emulator import Emulator
 from tests.unit.fake_gpu_kernels import ARCH, FakeGpuKernels
 
 SOURCES = ("linear_few.cu", "decode_step.cu", "sample.cu")
-BUILT: dict[Cell, Emulator] = {}
 
 
 class EmulatedStep(FakeGpuKernels):
-    """``FakeGpuKernels`` that also knows the cells of SOURCES; ``folder`` keeps what g++ makes of them."""
+    """``FakeGpuKernels`` that also knows the cells of SOURCES."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        self.folder = folder
         attention = loader.PreparedLaunch
         monkeypatch.setattr(loader, "PreparedLaunch", partial(self._prepared, attention))
         monkeypatch.setattr(loader, "arch_of", lambda device: ARCH)
@@ -32,9 +29,6 @@ class EmulatedStep(FakeGpuKernels):
     def _prepared(self, attention: Any, cell: Cell, kernel: str, index: int, arguments: Any, **options: Any) -> Any:
         if cell.source not in SOURCES:
             return attention(cell, kernel, index, arguments, **options)
-        if cell not in BUILT:
-            defines = [f"-D{name}={value}" for name, value in cell.defines]
-            BUILT[cell] = Emulator.build(cell.source.replace(".cu", ".cpp"), self.folder, defines)
         self._load(cell, index)
         return _Launch(self, cell, kernel, arguments, options.get("shared_bytes", 0))
 
@@ -46,13 +40,14 @@ class _Launch:
         self._kernels, self._cell, self._kernel, self._arguments = kernels, cell, kernel, arguments
         self._shared_bytes = shared_bytes
         self._grid = (1, 1)
+        self._library = Emulator.of(cell)
 
     def set_ctas(self, x: int, y: int = 1) -> None:
         self._grid = (x, y)
 
     def __call__(self, stream: int) -> None:
         self._kernels.count(self._cell, self._kernel)
-        library, (x, y) = BUILT[self._cell], self._grid
+        library, (x, y) = self._library, self._grid
         arguments = type(self._arguments).from_buffer_copy(self._arguments)
         if self._cell.source == "linear_few.cu":
             library.call("linear", x, self._shared_bytes, arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from protos.errors import InternalError
 from tests.kernels.emulator import needs_compiler
-from tests.unit.emulated_step import BUILT, EmulatedStep
+from tests.unit.emulated_step import EmulatedStep
 from tests.unit.gpu_pair import MODES, prompt
 from tests.unit.tiny import Harness, request, write_model
 from worker.decode_graphs import DecodeGraphs
@@ -31,16 +31,9 @@ SHAPE: dict[str, Any] = {
 NUM_STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    BUILT.clear()
-    yield tmp_path_factory.mktemp("step")
-    BUILT.clear()
-
-
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> EmulatedStep:
-    return EmulatedStep(monkeypatch, folder)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> EmulatedStep:
+    return EmulatedStep(monkeypatch)
 
 
 @pytest.fixture

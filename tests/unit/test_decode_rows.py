@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from protos.errors import ConfigError
 from tests.kernels.emulator import needs_compiler
-from tests.unit.emulated_step import BUILT, EmulatedStep
+from tests.unit.emulated_step import EmulatedStep
 from tests.unit.gpu_pair import MODES, prompt
 from tests.unit.test_decode_graphs import SHAPE
 from tests.unit.tiny import Harness, config_for, request, write_model
@@ -26,17 +26,10 @@ from worker.sampler import sample
 pytestmark = [needs_compiler, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    BUILT.clear()
-    yield tmp_path_factory.mktemp("step")
-    BUILT.clear()
-
-
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> Callable[..., tuple[Harness, Harness]]:
+def pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Harness, Harness]]:
     """The same engine without and with captured steps."""
-    EmulatedStep(monkeypatch, folder)
+    EmulatedStep(monkeypatch)
     monkeypatch.setattr(model_runner, "DecodeGraphs", partial(DecodeGraphs, buckets=(1, 2)))
 
     def make(**settings: Any) -> tuple[Harness, Harness]:

@@ -5,7 +5,7 @@ What nobody holds of pages and tails is NaN, so a row that is read for nothing a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from protos.errors import ConfigError
 from tests.kernels.emulator import Emulator, needs_compiler
 from tests.unit.deepseek_v4_engine import Reference, engine_model
 from tests.unit.deepseek_v4_tiny import random_weights, tiny_config
-from tests.unit.emulated_step import BUILT, EmulatedStep
+from tests.unit.emulated_step import EmulatedStep
 from tests.unit.test_engine_v4 import SMALL, prompt
 from tests.unit.tiny import Harness, config_for, request
 from worker import model_runner
@@ -35,17 +35,10 @@ MODES = {"dense": ("dense", ""), "turboquant": ("turboquant", "tq4"), "window": 
 Pair = Callable[..., tuple[Harness, Harness]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    BUILT.clear()
-    yield tmp_path_factory.mktemp("step")
-    BUILT.clear()
-
-
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Pair:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
     """The same engine without and with captured steps."""
-    EmulatedStep(monkeypatch, folder)
+    EmulatedStep(monkeypatch)
     monkeypatch.setattr(model_runner, "DecodeGraphs", partial(DecodeGraphs, buckets=(1, 2)))
 
     def make(mode: str = "dense", hca_ratio: int = 16, **changes: Any) -> tuple[Harness, Harness]:
@@ -106,7 +99,7 @@ def test_kept_rows_are_the_engines(pair: Pair) -> None:
         assert (want - got).nan_to_num().abs().max() < 2e-5, key
 
 
-def test_kernels_between_the_products_say_the_same(monkeypatch: pytest.MonkeyPatch, folder: Path, pair: Pair) -> None:
+def test_kernels_between_the_products_say_the_same(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
     """In bf16 a rounding may fall the other way: logits of a step behind the same tokens."""
     widths = {
         "head_dim": 64,
@@ -120,8 +113,7 @@ def test_kernels_between_the_products_say_the_same(monkeypatch: pytest.MonkeyPat
         name: value if kept_in_float32(name) or is_integer(name) else value.bfloat16()
         for name, value in random_weights(config, 2).items()
     }
-    cell = v4_step_cell("bf16", 4, 20)
-    library = Emulator.build("v4_step.cpp", folder, [f"-D{name}={value}" for name, value in cell.defines])
+    library = Emulator.of(v4_step_cell("bf16", 4, 20))
     launched: set[str] = set()
 
     def launch(name: str, ctas: int, arguments: tuple[torch.Tensor | int, ...], shared_bytes: int) -> None:

@@ -38,6 +38,19 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
 }
 
+SMOLLM2_135M: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000.0,
+}
+"""Its shape, for ``write_model``."""
+
 
 def write_model(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """A folder with a random model in float32. Weights are large enough that tokens differ in their logits."""

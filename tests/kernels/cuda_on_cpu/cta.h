@@ -8,7 +8,7 @@
 //        extern "C" void attend(unsigned ctas, DecodeArgs args) {
 //            cta::launch(ctas, 320, kSharedBytes, [=] { attend_kernel<128, 4>(args); });
 //        }
-//   3. In the test: emulator = Emulator.build("NAME.cpp", tmp_path, ["-DX=1"]) of tests/kernels/emulator.py, then
+//   3. In the test: emulator = Emulator.build("NAME.cpp", ["-DX=1"]) of tests/kernels/emulator.py, then
 //      emulator.call("attend", 3, args, seed=7). It raises EmulatorError with the message of whatever went wrong.
 //
 // What it finds: wrong arithmetic, indices, byte order and fragments; collectives that not all 32 lanes reach; deadlocks,
