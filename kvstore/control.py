@@ -11,9 +11,9 @@ One memfd of fixed layout, little-endian, mapped by the store and the worker (en
     token log [slot][max_sequence_tokens]  u32                              store (the prompt, at Open), then worker
     journal                                see ``journal``                  store
 
-Sections start at multiples of 4096. The words that the worker writes, ``logged``, ``committed``, ``packed`` and
-``saved``, stand on a cache line of their own; the store sets them at Open (prompt length, 0, 0, 0), at Truncate (it
-lowers them, while the worker waits for the answer) and at Release. Word writes are aligned 8-byte stores.
+Sections start at multiples of 4096. The words that the worker writes, ``logged``, ``committed``, ``packed``, ``saved``
+and ``copies_made``, stand on a cache line of their own; the store sets them at Open (prompt length, 0, 0, 0, 0), at
+Truncate (it lowers them, while the worker waits for the answer) and at Release. Word writes are aligned 8-byte stores.
 
 Order of writes, so that what a reader finds after a crash is never ahead of the rows:
   worker: rows, ``packed`` where reserved pages were written, token log, ``logged``; ``committed`` after the rows it
@@ -127,6 +127,7 @@ class ControlBlock:
         self._packed = self.slots["packed"]
         self._saved = self.slots["saved"]
         self._adoptions = self.slots["adoptions"]
+        self._copies_made = self.slots["copies_made"]
 
     @classmethod
     def format(
@@ -237,6 +238,10 @@ class ControlBlock:
     def clear_saved(self, slot: int) -> None:
         """Behind the commit; or the tails are what they were."""
         self._saved[slot] = 0
+
+    def mark_copied(self, slot: int) -> None:
+        """The copies that a truncate asked for are in place: what it left can be gone on with."""
+        self._copies_made[slot] = 1
 
     def count_adoption(self, slot: int) -> int:
         """Notes that a worker takes over what another left; returns how many did so since it last got any further."""
@@ -385,14 +390,15 @@ class ControlBlock:
         self.page_ids[slot] = NO_PAGE_ID
         for name, value in (("request_id", request_id), ("salt", salt), ("frozen", frozen)):
             entry[f"{name}_bytes"] = _put(entry[name], value)
-        self._committed[slot] = self._packed[slot] = self._saved[slot] = self._adoptions[slot] = 0
+        self._committed[slot] = self._packed[slot] = self._saved[slot] = 0
+        self._adoptions[slot] = self._copies_made[slot] = 0
         self._token_log[slot, : len(prompt)] = np.fromiter(prompt, dtype=np.uint32, count=len(prompt))
         self._logged[slot] = len(prompt)
         self._write_word(slot, "state", SLOT_LIVE)
 
     def close_slot(self, slot: int) -> None:
         self._write_word(slot, "state", SLOT_FREE)
-        for name in ("logged", "committed", "packed", "saved"):
+        for name in ("logged", "committed", "packed", "saved", "copies_made"):
             self._write_word(slot, name, 0)
         for group in self.group_names:
             self.journal.write(self._group_at(slot, group), bytes(SEQUENCE_GROUP_DTYPE.itemsize))
@@ -441,11 +447,12 @@ class ControlBlock:
         no further. None: they are made.
         """
         self._write_word(slot, "copies_asked", 0 if num_committed is None else num_committed + 1)
+        self._write_word(slot, "copies_made", 0)
 
     def lacks_copies(self, slot: int) -> bool:
         """Whether copies that a truncate asked for may not have been made."""
         asked = int(self.slots["copies_asked"][slot])
-        return asked > 0 and self.committed(slot) < asked
+        return 0 < asked > self.committed(slot) and not self._copies_made[slot]
 
     def write_page_hash(self, group: str, page: int, page_hash: bytes, parent: bytes, checksum: int) -> None:
         at = self._page_at(group, page)

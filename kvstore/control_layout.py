@@ -10,7 +10,7 @@ from kvstore.geometry import MAX_NAME_BYTES
 from protos.page_hash import HASH_BYTES, PAGE_TOKENS
 
 MAGIC = b"TAILPKCB"
-VERSION = 4
+VERSION = 5
 MAX_ID_BYTES = 256
 MAX_FROZEN_BYTES = 16 << 10
 SECTION_ALIGNMENT = 4096
@@ -67,7 +67,8 @@ SLOT_DTYPE = np.dtype(
         ("packed", "<u8"),  # W: reserved pages of tokens below are written, in every packed group
         ("saved", "<u8"),  # W: a length << 32 | a slot + 1: its tails are this one's before that length is committed
         ("adoptions", "<u8"),  # W: a length << 32 | what ended at that length: see count_adoption, count_failure
-        ("worker_reserved", "u1", 24),
+        ("copies_made", "<u8"),  # W: 1: those that the last truncate asked for
+        ("worker_reserved", "u1", 16),
         ("state", "<u4"),  # SLOT_FREE, SLOT_LIVE
         ("max_tokens", "<u4"),
         ("epoch", "<u8"),  # of the attachment that opened it

@@ -24,7 +24,7 @@ from kvstore.group_pages import GroupPages
 @dataclass(frozen=True)
 class LastWords:
     """Of one slot. ``saved_in``: the slot whose tails are this one's; None: they are in place. ``lacks_copies``: a
-    truncate asked for copies, and nothing was committed since.
+    truncate asked for copies, the worker did not say that it made them, and nothing was committed since.
     """
 
     logged: int

@@ -426,6 +426,7 @@ class SequenceKv:
         kv_moves.copy_tails(self.kv, truncated.tail_copies)
         kv_moves.refill_tails(self.kv, truncated.refills, "rollback", self._on_gpu)
         self.kv.settle()
+        self._attachment.control.mark_copied(cut.slot)
         cut.num_computed = min(cut.num_computed, truncated.num_tokens)
         cut.drafts = []
         del cut.token_ids[num_tokens + 1 :]

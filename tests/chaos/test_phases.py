@@ -178,10 +178,14 @@ def scenes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return scenes
 
 
-def check_nothing_lost(caller: Caller) -> None:
-    """Of sequences whose store lives: they were adopted, and no committed token was computed again."""
+def check_nothing_lost(caller: Caller, *deaths: str) -> None:
+    """Of sequences whose store lives: they were adopted, and no committed token was computed again. But that of one
+    which died between a cut in its store and the copies that this asks for.
+    """
+    half_cut = any(f"after:{CLIENT}:Attachment.truncate" in death for death in deaths)
+    longest = max(len(stream.ask.prompt) + stream.ask.max_tokens for stream in caller.ended) if half_cut else 0
     assert sum(load.sequences_adopted for load in caller.loads) > 0
-    assert sum(load.tokens_recomputed_after_adoption for load in caller.loads) == 0
+    assert sum(load.tokens_recomputed_after_adoption for load in caller.loads) <= longest
 
 
 async def worker_dies(scene: Scene, *deaths: str, errors_expected: bool = False) -> None:
@@ -192,7 +196,7 @@ async def worker_dies(scene: Scene, *deaths: str, errors_expected: bool = False)
         caller = scene.caller(node)
         await scene.all_end(caller)
         assert len(node.workers[0].died) == len(deaths), "it never came there"
-        check_nothing_lost(caller)
+        check_nothing_lost(caller, *deaths)
         await scene.check_end(node)
 
 

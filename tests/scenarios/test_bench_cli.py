@@ -116,20 +116,18 @@ async def test_too_many_in_flight_are_not_sent_and_counted() -> None:
         await until(lambda: router.num_running == 0)
 
 
-@pytest.mark.parametrize("loop", [{"concurrency": 4}, {"rate": 300.0}], ids=["closed", "open"])
-async def test_stopped_early_it_keeps_what_it_has(loop: dict[str, Any]) -> None:
-    stop = asyncio.Event()
-    left_over = 0  # calls that came when the six had been answered; an open loop does not wait for answers
-
-    def plan(call: Call) -> Plan:
-        nonlocal left_over
-        left_over += len(router.calls) - router.num_running >= 6
-        if left_over == (1 if "concurrency" in loop else 20):
-            stop.set()
-        return WHOLE if call.number < 6 else Plan(at=1, hang=True)
-
-    async with fake_routers(plan) as (router,):
-        run = await bench(router, Load(seconds=600.0, warmup_s=0.0, **loop), stop)
+@pytest.mark.parametrize(
+    ("loop", "left_over"), [({"concurrency": 4}, 4), ({"rate": 300.0}, 20)], ids=["closed", "open"]
+)
+async def test_stopped_early_it_keeps_what_it_has(loop: dict[str, Any], left_over: int) -> None:
+    stop, seen = asyncio.Event(), list[Run]()
+    load = Load(seconds=600.0, warmup_s=0.0, **loop)
+    plan = lambda call: WHOLE if call.number < 6 else Plan(at=1, hang=True)
+    async with fake_routers(plan) as (router,), AsyncTailpack(router.address, retry=ONCE) as client:
+        running = asyncio.create_task(run_load(client, load, stop, seen.append))
+        await until(lambda: len(router.calls) >= 6 + left_over and seen[0].measured.num_answered == 6)
+        stop.set()
+        run = await running
         assert run.interrupted
         assert run.measured.num_answered == 6 and not run.measured.errors
         assert run.measured.window_s < 600

@@ -24,7 +24,7 @@ from worker.sequence import Output, Request, Sequence, StepResult
 from worker.weights import Model
 
 CALLS = ("open", "reserve", "seal", "truncate", "fork", "checkpoint", "release")
-WRITES = ("append_tokens", "commit", "mark_packed", "mark_saved", "clear_saved")
+WRITES = ("append_tokens", "commit", "mark_packed", "mark_saved", "clear_saved", "mark_copied")
 MOVES = ("pack", "fill_tails", "copy_pages", "copy_tails", "refill_tails", "_to_ring")
 
 

@@ -53,9 +53,8 @@ def test_entry_sizes_and_offsets_are_frozen() -> None:
         40,
     ]
     slot: Any = SLOT_DTYPE.fields or {}
-    assert [
-        slot[name][1] for name in ("logged", "committed", "packed", "saved", "state", "num_prompt_tokens", "request_id")
-    ] == [0, 8, 16, 24, 64, 100, 128]
+    words = ("logged", "committed", "packed", "saved", "copies_made", "state", "num_prompt_tokens", "request_id")
+    assert [slot[name][1] for name in words] == [0, 8, 16, 24, 40, 64, 100, 128]
     group: Any = SEQUENCE_GROUP_DTYPE.fields or {}
     assert [group[name][1] for name in ("base", "tail_slot", "lossy_end", "ahead_end", "worst", "prompt_end")] == [
         *(0, 16, 24),
@@ -92,7 +91,7 @@ def test_bytes_stand_where_the_layout_says() -> None:
     b.write_inexact_from(2, 130)
     sections = SHAPE.sections()
     assert mapped[:8] == b"TAILPKCB"
-    assert struct.unpack_from("<IIII", mapped, 8) == (4, 2, 4, 300)
+    assert struct.unpack_from("<IIII", mapped, 8) == (5, 2, 4, 300)
     assert struct.unpack_from("<QQ", mapped, 24) == (SHAPE.num_bytes, 77)
     slot = sections["slots"][0] + 2 * SLOT_DTYPE.itemsize
     assert struct.unpack_from("<QQ", mapped, slot) == (3, 0)

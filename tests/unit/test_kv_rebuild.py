@@ -267,7 +267,7 @@ def test_flipped_bits_are_refused_or_do_no_harm(hostile: Worker) -> None:
 FIELDS = {
     "slots": (
         "logged committed packed saved state max_tokens epoch inexact_from request_id_bytes salt_bytes frozen_bytes "
-        "num_prompt_tokens num_cached copies_asked"
+        "num_prompt_tokens num_cached copies_asked copies_made"
     ),
     "sequence_groups": (
         "base num_pages first_page handed_end lossy_end ring_first ring_written ahead_end split_index split_page "

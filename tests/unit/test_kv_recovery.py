@@ -195,16 +195,20 @@ def test_a_truncate_whose_copies_were_not_made_is_void_until_it_is_gone_on_with(
     for epoch in (2, 3):
         assert [each.intact for each in w.device.adopt(epoch, living=False)] == [False]
         w.device.reserve([])  # the next worker's first call makes no copies
-    for confirm in ("commit", "call"):
+    for confirm in ("commit", "call", "word"):
         w = Worker((FULL, DENSE), num_pages=24)
         slot = opened(w, 700)
         w.truncate(slot, 300)
         if confirm == "call":
             w.device.reserve([])
+        elif confirm == "word":
+            w.device.control.mark_copied(slot)
         else:
             w.device.control.append_tokens(slot, [1])
             w.device.control.commit(slot, 301)
         assert [each.intact for each in w.device.adopt(2, living=False)] == [True], confirm
+    assert w.device.truncate(slot, 100).refills  # it is said of one truncate, not of the next
+    assert [each.intact for each in w.device.adopt(3, living=False)] == [False]
 
 
 def test_a_fork_has_the_prompt_of_its_parent() -> None:
