@@ -15,7 +15,9 @@ STEP_KERNELS = ("begin", "embed", "norm", "rope", "swiglu")
 class LinearTiling(NamedTuple):
     """warps: that share a stage's values of k. producers: warps that start copies. row_bytes: of a stage, of each of
     its 16 weight rows. bulk: by bulk copies, where the arch has them. in_flight: stages under way at most.
-    max_stages: of the ring; fewer where shared memory ends before."""
+    max_stages: of the ring; fewer where shared memory ends before. lanes: of a warp that arrive at a barrier, 1 or 32.
+    compute-sanitizer orders only what a lane does before its own arrival; with one, the others' stands behind a
+    __syncwarp."""
 
     warps: int = 8
     producers: int = 4
@@ -23,6 +25,7 @@ class LinearTiling(NamedTuple):
     bulk: bool = True
     in_flight: int = 16
     max_stages: int = 32
+    lanes: int = 1
 
     @property
     def threads(self) -> int:
@@ -47,6 +50,7 @@ def linear_cell(row_type: str, *, fp8: bool, tiling: LinearTiling | None = None)
     tiling = tiling or own_tiling
     cut = f"w{tiling.warps}p{tiling.producers}b{tiling.row_bytes}{'' if tiling.bulk else 'l'}"
     own = [cut] if tiling[:4] != own_tiling[:4] else []
+    own += [f"a{tiling.lanes}"] if tiling.lanes != own_tiling.lanes else []
     variant = "-".join([row_type, *(["fp8"] if fp8 else []), *own])
     kernel = f"linear_{variant.replace('-', '_')}"
     defines = {
@@ -56,6 +60,7 @@ def linear_cell(row_type: str, *, fp8: bool, tiling: LinearTiling | None = None)
         "TAILPACK_WARPS": str(tiling.warps),
         "TAILPACK_PRODUCERS": str(tiling.producers),
         "TAILPACK_ROW_BYTES": str(tiling.row_bytes),
+        "TAILPACK_LANES": str(tiling.lanes),
         **({} if tiling.bulk else {"TAILPACK_NO_BULK_COPY": "1"}),
     }
     return Cell("linear_few.cu", 0, "few", variant, (kernel,), tuple(defines.items()), tensor_kernels=(kernel,))

@@ -76,7 +76,7 @@ __device__ __forceinline__ void meet_grid(uint32_t* arrived) {
     }
 }
 
-template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct LinearCta {
+template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES, int LANES> struct LinearCta {
     static constexpr int kConsumers = 32 * WARPS;
     static constexpr int kPitch = ROW_BYTES + kLinearPad, kStageBytes = kLinearRows * kPitch;
     static constexpr int kWeightBytes = FP8 ? 1 : 2;
@@ -115,14 +115,24 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
 
     __device__ __forceinline__ void init() {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < 2; i++) mbarrier_init(sums_full(i), WARPS), mbarrier_init(sums_empty(i), 1);
+            for (int i = 0; i < 2; i++) mbarrier_init(sums_full(i), WARPS * LANES), mbarrier_init(sums_empty(i), LANES);
             for (int i = 0; i < kLinearProducts; i++) mbarrier_init(x_ready(i), 1);
-            mbarrier_init(meeting(), WARPS);
+            mbarrier_init(meeting(), WARPS * LANES);
             for (int i = 0; i < args.stages; i++)
-                mbarrier_init(stage_full(i), PRODUCERS * kStageArrivals), mbarrier_init(stage_empty(i), WARPS);
+                mbarrier_init(stage_full(i), PRODUCERS * kStageArrivals), mbarrier_init(stage_empty(i), WARPS * LANES);
             mbarrier_init_fence();
         }
         __syncthreads();
+    }
+
+    // By a warp, for what its lanes read and wrote so far. By each lane for itself where compute-sanitizer is to see it.
+    __device__ __forceinline__ void arrive(uint32_t barrier) const {
+        if constexpr (LANES == 32) {
+            mbarrier_arrive(barrier);
+        } else {
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(barrier);
+        }
     }
 
     // ---- what the warps agree on
@@ -244,8 +254,7 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
         return uint4{to[0], to[1], to[2], to[3]};
     }
     __device__ __forceinline__ void meet_consumers(uint32_t& parity) const {
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(meeting());
+        arrive(meeting());
         mbarrier_wait(meeting(), parity);
         parity ^= 1;
     }
@@ -383,8 +392,7 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
                         multiply_piece(sum, w, x[j]);
                     }
                 }
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(stage_empty(ring.stage));
+                arrive(stage_empty(ring.stage));
                 ring.next(args.stages);
             }
             float* to = sums(buffer.stage) + warp * kLinearSums;
@@ -392,8 +400,7 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
 #pragma unroll
             for (int c = 0; c < 4; c++)
                 if (2 * t + c % 2 < args.rows) to[g + 8 * (c / 2) + kLinearRows * (2 * t + c % 2)] = sum[c];
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(sums_full(buffer.stage));
+            arrive(sums_full(buffer.stage));
             buffer.next(2);
         }
     }
@@ -468,8 +475,7 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
                     }
                     static_cast<T*>(product.out)[m * product.out_stride + row] = static_cast<T>(value);
                 }
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(sums_empty(buffer.stage));
+                arrive(sums_empty(buffer.stage));
                 buffer.next(2);
             }
             __syncwarp();
@@ -526,8 +532,7 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
             to[j][dim] = static_cast<T>(low);
             to[j][dim + half] = static_cast<T>(high);
         }
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(sums_empty(buffer.stage));
+        arrive(sums_empty(buffer.stage));
         buffer.next(2);
     }
     static __device__ __forceinline__ float load_l2_half(const T* p) {
@@ -537,10 +542,10 @@ template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES> struct 
 };
 
 // Threads: 32 * (WARPS + PRODUCERS + 1). Grid: any number of CTAs that run at once, below kLinearGeneration.
-template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES>
+template <typename T, bool FP8, int WARPS, int PRODUCERS, int ROW_BYTES, int LANES>
 __device__ __forceinline__ void linear_few(const LinearArgs& args, uint8_t* shared) {
     launch_dependents();
-    LinearCta<T, FP8, WARPS, PRODUCERS, ROW_BYTES> cta(args, shared);
+    LinearCta<T, FP8, WARPS, PRODUCERS, ROW_BYTES, LANES> cta(args, shared);
     cta.init();
     if (cta.warp < WARPS) cta.consume();
     else if (cta.warp < WARPS + PRODUCERS) cta.produce(cta.warp - WARPS);

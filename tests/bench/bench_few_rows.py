@@ -1,13 +1,14 @@
 """Chains of products of few rows on a GPU: right first, then decode steps of Llama-3-8B's geometry, random weights.
 
     python3 -m tests.bench.bench_few_rows --records FILE --commit SHA
-    python3 -m tests.bench.bench_few_rows --only check                     parts: tilings, check, steps, small
+    python3 -m tests.bench.bench_few_rows --only check                     parts: tilings, check, steps, lanes, small
     compute-sanitizer --tool racecheck python3 -m tests.bench.bench_few_rows --only small
 
 check: every shape, 1 to 8 rows, bf16 and FP8, against float32 products; a row's bits beside other rows; chains against
 their products one by one, many times. tilings: a captured step of one row for each way to cut the kernel: the whole
 step, its chains alone, and what lies between them alone; what is checked and timed behind it is cut in the fastest way.
-steps: cases of few rows, by own products and by cuBLAS. small: chains of a small model, for compute-sanitizer.
+steps: cases of few rows, by own products and by cuBLAS. lanes: the step of one row where one lane of a warp arrives at
+a barrier for all, and where each does. small: chains of a small model so cut, which compute-sanitizer can follow.
 
 Every case is one JSON line; exit status: 0 all passed, 1 a case failed, 2 this machine cannot.
 """
@@ -44,7 +45,7 @@ from worker.models.gpu_attention import GpuAttention
 from worker.models.llama import Llama, LlamaConfig
 from worker.sequence import Sampling
 
-PARTS = ("tilings", "check", "steps", "small")
+PARTS = ("tilings", "check", "steps", "lanes", "small")
 # By whether weights are FP8: producers, bytes of a row, stages under way.
 CUTS = {
     False: ((4, 1024, (2, 3, 4)), (2, 1024, (3,)), (4, 2048, (2, 16)), (2, 2048, (1, 2, 16)), (4, 512, (5, 6))),
@@ -100,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parts == ["small"]:
         for fp8 in (False, True):
             config = LlamaConfig.parse(SMALL)
-            report.run("small", f"fp8 {fp8}", partial(engine_gpu_linear.check_chain, config, device, fp8=fp8, turns=8))
+            tiling = linear_tiling(fp8=fp8)._replace(lanes=32)
+            call = partial(engine_gpu_linear.check_chain, config, device, fp8=fp8, turns=8, tiling=tiling)
+            report.run("small", f"fp8 {fp8}", call)
         return 0 if all(line["ok"] for line in report.lines) else 1
     report.run("build", "cells", lambda: _build(device))
     read = float(report.run("machine", "ceilings", lambda: bench_engine_gpu._ceilings(device)).get("read", 4.2e12))
@@ -109,6 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = {fp8: linear_tiling(fp8=fp8) for fp8 in (False, True)}
     if "tilings" in parts:
         chosen |= _tilings(report, network, device)
+    if "lanes" in parts:
+        for fp8, lanes in [(fp8, lanes) for fp8 in chosen for lanes in (1, 32, 1, 32)]:
+            of = in_blocks(network) if fp8 else network
+            tiling = chosen[fp8]._replace(lanes=lanes)
+            name = f"{'fp8' if fp8 else 'bf16'}-lanes{lanes}"
+            report.run("lanes", name, partial(_one_tiling, of, tiling, fp8, device))
     facts |= {"tilings": {"fp8" if fp8 else "bf16": str(tiling) for fp8, tiling in chosen.items()}}
     report.say({"chosen": facts["tilings"]})
     if "check" in parts:
@@ -156,6 +165,7 @@ def _records(lines: Sequence[dict[str, Any]], facts: dict[str, Any], read: float
 def _build(device: torch.device) -> dict[str, Any]:
     arch = loader.arch_of(device)
     cells = [linear_cell("bf16", fp8=fp8, tiling=tiling) for fp8, tilings in TILINGS.items() for tiling in tilings]
+    cells += [linear_cell("bf16", fp8=fp8, tiling=linear_tiling(fp8=fp8)._replace(lanes=32)) for fp8 in TILINGS]
     cells += [decode_cell(DecodeShape(128, 32, 8, kind, kind, "bf16"), arch) for kind in ("dense", "tq4")]
     cells += [step_cell("bf16"), sample_cell("bf16")]
     results = build(dict.fromkeys(cells), [arch], default_folder())

@@ -206,9 +206,9 @@ def test_long_rows_are_read_from_memory(fp8: bool) -> None:
     [
         LinearTiling(8, 1, 1024, bulk=False, in_flight=2),
         LinearTiling(4, 2, 512, in_flight=1, max_stages=2),
-        LinearTiling(8, 4, 512, in_flight=3),
+        LinearTiling(8, 4, 512, in_flight=3, lanes=32),
     ],
-    ids=["copies of older archs", "another cut", "few under way"],
+    ids=["copies of older archs", "another cut", "few under way, each lane arrives"],
 )
 def test_ways_to_cut_give_the_same(tiling: LinearTiling) -> None:
     torch.manual_seed(6)
