@@ -57,7 +57,7 @@ class SampleState(NamedTuple):
 
     temperature, top_p, min_p, penalty: f32 [B]. top_k, limit: i32 [B]. seed: i32 [B, 2], the low word first.
     tokens, num_tokens: i32 [B], of the step at hand, then of the next; 0 tokens: padding, and rows that have ended, by
-        a token of stops i32 [n], or with as many tokens as limit says.
+        one of their stops i32 [B, n] (-1: none), or with as many tokens as limit says.
     seen: i32 [B, ceil(vocabulary / 32)], a bit a token; None: no row has a penalty.
     step: i32 [1]. out: i32 [slots, >= B] in pinned memory (or the device's): slot step % slots gets the tokens.
     """
@@ -103,7 +103,7 @@ def set_sample(arguments: SampleArgs, logits: Tensor, state: SampleState) -> Non
     kinds |= dict.fromkeys(("top_k", "limit", "tokens", "num_tokens", "seed", "step", "stops", "out"), torch.int32)
     for name, dtype in kinds.items():
         x: Tensor = getattr(state, name)
-        wanted = {"seed": (rows, 2), "step": (1,), "stops": x.shape, "out": x.shape}.get(name, (rows,))
+        wanted = {"seed": (rows, 2), "step": (1,), "stops": (rows, x.shape[-1]), "out": x.shape}.get(name, (rows,))
         if x.dtype != dtype or x.shape != wanted or not x.is_contiguous():
             raise _unfit(name, x, f"contiguous {dtype} {tuple(wanted)}")
         setattr(arguments, name, x.data_ptr())
@@ -115,7 +115,7 @@ def set_sample(arguments: SampleArgs, logits: Tensor, state: SampleState) -> Non
     arguments.seen = None if state.seen is None else state.seen.data_ptr()
     arguments.seen_words = words
     arguments.logits, arguments.logits_stride, arguments.vocabulary = logits.data_ptr(), logits.stride(0), vocabulary
-    arguments.num_stops, (arguments.slots, arguments.out_stride) = state.stops.numel(), state.out.shape
+    arguments.num_stops, (arguments.slots, arguments.out_stride) = state.stops.shape[1], state.out.shape
 
 
 def _unfit(name: str, x: Tensor, allowed: str) -> ArgumentError:

@@ -132,8 +132,8 @@ class DecodeGraphs:
         self.state.leave(row)
         self._ahead.pop(row, None)
 
-    def set_token(self, row: int, token: int) -> None:
-        self.state.set_token(row, token)
+    def set_token(self, row: int, token: int, num_tokens: int) -> None:
+        self.state.set_token(row, token, num_tokens)
 
     def set_pages(self, row: int, group: str, first: int, page_ids: Sequence[int]) -> None:
         self.state.set_pages(row, group, first, page_ids)

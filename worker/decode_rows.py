@@ -35,6 +35,7 @@ class _Row:
     pages: dict[str, list[int]]
     bases: dict[str, int]
     tail_slots: dict[str, int]
+    stops: tuple[int, ...]
 
 
 class DecodeRows:
@@ -42,10 +43,12 @@ class DecodeRows:
 
     Args:
         graphs: captured, no row in use.
+        eos_token_ids: the model's.
     """
 
-    def __init__(self, graphs: DecodeGraphs) -> None:
+    def __init__(self, graphs: DecodeGraphs, eos_token_ids: Sequence[int] = ()) -> None:
         self._graphs = graphs
+        self._eos_token_ids = tuple(eos_token_ids)
         self._row_of: dict[Seq, int] = {}
         self._rows: dict[int, _Row] = {}
         self._launched: dict[int, list[int]] = {}  # step -> the row of each work; of steps that are not read
@@ -156,10 +159,10 @@ class DecodeRows:
         if w.start >= len(sequence.token_ids):
             return row.token is None
         token = sequence.token_ids[w.start]
-        if row.token != token:
+        if row.token != token or token in row.stops:
             if sequence.request.sampling.repetition_penalty != 1.0:
                 return False  # the token that was drawn counts as seen
-            self._graphs.set_token(at, token)
+            self._graphs.set_token(at, token, w.start + 1)
         return True
 
     def _enter(self, w: Work, row: int | None) -> None:
@@ -170,7 +173,8 @@ class DecodeRows:
             )
         if row is None:
             row = next(free for free in range(len(self._rows) + 1) if free not in self._rows)
-        seen = sequence.token_ids[: w.start + 1]
+        seen, stop = sequence.token_ids[: w.start + 1], sequence.request.stop
+        stops = (*stop.stop_token_ids, *(() if stop.ignore_eos else self._eos_token_ids))
         self._row_of[sequence] = row
         self._rows[row] = _Row(
             token=seen[-1],
@@ -178,6 +182,7 @@ class DecodeRows:
             pages={name: list(page_ids) for name, page_ids in sequence.pages.items()},
             bases=dict(sequence.bases),
             tail_slots=dict(sequence.tail_slots),
+            stops=stops,
         )
         self.num_entered += 1
         start = RowStart(
@@ -189,6 +194,7 @@ class DecodeRows:
             bases=sequence.bases,
             tail_slots=sequence.tail_slots,
             seen=seen,
+            stops=stops,
         )
         self._graphs.enter(row, start)
 

@@ -25,6 +25,10 @@ SLOTS = 4
 after it, so at most two are under way."""
 
 MAX_PATCHES = 4096
+STOPS = 8
+"""Token ids that end a row on the device. Of a sequence that has more, the host alone knows the rest: it drops the row
+that is computed once too often."""
+
 _FLOATS = ("temperature", "top_p", "min_p", "penalty")
 _WORDS = ("tokens", "num_tokens", "limit", "top_k", *_FLOATS)
 
@@ -36,6 +40,7 @@ class RowStart:
     Attributes:
         token: the newest token. num_tokens: all, with it.
         limit: the row ends once it has computed that many tokens.
+        stops: and with any of these.
         pages, bases, tail_slots: by layer group, as ``worker.batch.SpanWork`` has them.
         seen: token ids so far, needed where there is a repetition penalty.
     """
@@ -48,6 +53,7 @@ class RowStart:
     bases: Mapping[str, int]
     tail_slots: Mapping[str, int]
     seen: Sequence[int] = ()
+    stops: Sequence[int] = ()
 
 
 class DecodeState:
@@ -67,12 +73,12 @@ class DecodeState:
         for name in (*_WORDS, *(f"{kind} {group}" for group in self._groups for kind in ("base", "slot"))):
             self._at[name], size = size, size + max_rows
         self._at["seed"], size = size, size + 2 * max_rows
+        self._at["stops"], size = size, size + STOPS * max_rows
         for group in self._groups:
             self._at[f"table {group}"], size = size, size + max_rows * self.pages
         pinned = device.type == "cuda"
         self.words = torch.zeros(size, dtype=torch.int32, device=device)
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
-        self.stops = torch.zeros(0, dtype=torch.int32, device=device)
         self.seen = torch.zeros(max_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
         self.patches = torch.zeros(SLOTS, 1 + 2 * MAX_PATCHES, dtype=torch.int32, pin_memory=pinned)
         self.drawn = torch.zeros(SLOTS, max_rows, dtype=torch.int32, pin_memory=pinned)
@@ -88,6 +94,7 @@ class DecodeState:
     def reset(self) -> None:
         """No row has tokens; the next step is the first. Waits for the device."""
         self.words.zero_()
+        self.words[self._at["stops"] : self._at["stops"] + STOPS * self.max_rows] = -1
         for group in self._groups:
             at = self._at[f"table {group}"]
             self.words[at : at + self.max_rows * self.pages] = -1
@@ -123,10 +130,10 @@ class DecodeState:
     def sampling(self, rows: int) -> SampleState:
         floats = {name: self.row_words(name, rows).view(torch.float32) for name in _FLOATS}
         ints = {name: self.row_words(name, rows) for name in ("top_k", "limit", "tokens", "num_tokens")}
-        at = self._at["seed"]
+        seed, stops = self._at["seed"], self._at["stops"]
         return SampleState(
-            seed=self.words[at : at + 2 * rows].view(rows, 2),
-            stops=self.stops,
+            seed=self.words[seed : seed + 2 * rows].view(rows, 2),
+            stops=self.words[stops : stops + STOPS * rows].view(rows, STOPS),
             seen=self.seen[:rows],
             step=self.step,
             out=self.drawn,
@@ -156,6 +163,8 @@ class DecodeState:
         for name, value in values.items():
             self._patch(name, row, value)
         self._pending += [(self._at["seed"] + 2 * row + i, seed >> 32 * i & 0xFFFFFFFF) for i in (0, 1)]
+        stops = [*start.stops[:STOPS], *[-1] * (STOPS - len(start.stops))]
+        self._pending += [(self._at["stops"] + STOPS * row + i, stop) for i, stop in enumerate(stops)]
         for group in self._groups:
             self.set_pages(row, group, 0, start.pages.get(group, ()))
         if sampling.repetition_penalty != 1.0:
@@ -165,9 +174,10 @@ class DecodeState:
         """The row is padding from the next step on."""
         self._patch("num_tokens", row, 0)
 
-    def set_token(self, row: int, token: int) -> None:
-        """What the row computes next, in place of what it drew."""
+    def set_token(self, row: int, token: int, num_tokens: int) -> None:
+        """What the row computes next, as its ``num_tokens``-th, in place of what it drew; also where that ended it."""
         self._patch("tokens", row, token)
+        self._patch("num_tokens", row, num_tokens)
 
     def set_pages(self, row: int, group: str, first: int, page_ids: Sequence[int]) -> None:
         """Pages ``first`` and on of a sequence."""

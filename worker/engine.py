@@ -149,6 +149,7 @@ class Engine:
                 max_sequences=config.max_running,
                 max_sequence_tokens=model.info.max_sequence_tokens,
                 decode_graphs=config.decode_graphs,
+                eos_token_ids=model.eos_token_ids,
             )
             self._held = SequenceKv(attachment, kv, on_gpu)
             self.packing = on_gpu

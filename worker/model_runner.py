@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from kernels.linear_cuda import ROW_TYPES
-from protos.errors import ConfigError, PreconditionFailed
+from protos.errors import ConfigError, InternalError, PreconditionFailed
 from worker.batch import DECODE_TILE, TILE_ROWS, Batch, SpanWork, build_batch
 from worker.decode_graphs import BUCKETS, DecodeGraphs
 from worker.decode_rows import DecodeRows
@@ -68,6 +68,7 @@ class ModelRunner:
         max_sequences, max_sequence_tokens: the largest step; a GPU's workspaces are made for it.
         decode_graphs: decode rows run from CUDA graphs, captured here (seconds). In deterministic mode all that are
             behind their prompt do, from one graph, so that their shape never changes; see ``check_rows``.
+        eos_token_ids: they end a captured row on the device, but of a sequence that ignores them.
 
     Raises (constructor):
         ConfigError: DECODE_GRAPHS_NOT_ENGAGED, they are asked for where there are none.
@@ -85,6 +86,7 @@ class ModelRunner:
         max_sequences: int,
         max_sequence_tokens: int,
         decode_graphs: bool = False,
+        eos_token_ids: Sequence[int] = (),
         tiles_checked: bool = False,
     ) -> None:
         self._decode: DecodeRows | None = None
@@ -127,7 +129,7 @@ class ModelRunner:
                         buckets=() if deterministic else BUCKETS,
                     )
                     graphs.capture(_tell_progress)
-                    self._decode = DecodeRows(graphs)
+                    self._decode = DecodeRows(graphs, eos_token_ids)
                 pages.load()
 
     @property
@@ -228,6 +230,9 @@ class ModelRunner:
         """One step out of a captured one and the ``rest``."""
         assert self._decode is not None
         tokens = self._decode.tokens(number, captured)
+        for w, token in zip(captured, tokens, strict=True):
+            if token < 0 and not w.sequence.finished:
+                raise InternalError("a row ended on the device, and its sequence goes on", given=f"position {w.start}")
         drawn = {w.sequence: self._drawn(w, token) for w, token in zip(captured, tokens, strict=True) if w.wants_logits}
         rows = iter(rest.workspace_rows)
         taken = {w.sequence for w in captured}

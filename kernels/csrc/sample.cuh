@@ -16,7 +16,7 @@ constexpr int kSampleThreads = 1024, kSampleWarps = kSampleThreads / 32;
 // All arrays [rows]. temperature 0: greedy. top_k 0, top_p 1, min_p 0, penalty 1: off. seed: two words, the low one first.
 // seen: [rows][seen_words], a bit a token of the prompt and the output so far; read and kept only where penalty is not 1.
 // tokens, num_tokens: of the step at hand; afterwards of the next: the token drawn, one more token; 0 tokens where the
-// row ends, by a token of stops or since num_tokens has reached limit. out: ring [slots][out_stride] in pinned host memory,
+// row ends, by one of its stops (-1: none) or since num_tokens has reached limit. out: ring [slots][out_stride] in pinned host memory,
 // row number % slots: the token; -1 for rows without tokens, -2 where the logits are not finite (the row ends).
 struct SampleArgs {
     const void* logits; // [rows][logits_stride], vocabulary of each count
@@ -24,7 +24,7 @@ struct SampleArgs {
     const int32_t* top_k;
     const uint32_t* seed;
     const int32_t* limit;
-    const int32_t* stops; // [num_stops]
+    const int32_t* stops; // [rows][num_stops]
     uint32_t* seen;
     int32_t *tokens, *num_tokens;
     const int32_t* step;
@@ -280,7 +280,7 @@ template <typename T> __device__ __forceinline__ void sample_row(const SampleArg
     }
     if (thread != 0) return;
     bool ends = broken || num_tokens >= args.limit[r];
-    for (int i = 0; i < args.num_stops; i++) ends |= token == args.stops[i];
+    for (int i = 0; i < args.num_stops; i++) ends |= token == args.stops[r * args.num_stops + i];
     if (!broken) {
         if (seen != nullptr) seen[token / 32] |= 1u << token % 32;
         args.tokens[r] = token;

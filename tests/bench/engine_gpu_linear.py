@@ -251,7 +251,7 @@ def measure_draw(
         limit=of(1 << 30),
         tokens=of(1),
         num_tokens=of(100),
-        stops=torch.zeros(0, dtype=torch.int32, device=device),
+        stops=torch.full((rows, 8), -1, dtype=torch.int32, device=device),
         seen=None,
         step=torch.zeros(1, dtype=torch.int32, device=device),
         out=torch.zeros(4, rows, dtype=torch.int32, pin_memory=True),

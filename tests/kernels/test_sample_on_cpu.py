@@ -28,9 +28,10 @@ class Row:
     sampling: Sampling
     token_ids: list[int]
     limit: int = 1 << 20
+    stops: tuple[int, ...] = ()
 
 
-def state_of(rows: list[Row], stops: list[int] | None = None, step: int = 5, slots: int = 4) -> SampleState:
+def state_of(rows: list[Row], step: int = 5, slots: int = 4) -> SampleState:
     def floats(values: Any) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.float32)
 
@@ -53,7 +54,7 @@ def state_of(rows: list[Row], stops: list[int] | None = None, step: int = 5, slo
         limit=ints(row.limit for row in rows),
         tokens=ints(row.token_ids[-1] if row.token_ids else 0 for row in rows),
         num_tokens=ints(len(row.token_ids) for row in rows),
-        stops=ints(stops or []),
+        stops=torch.tensor([[*row.stops, *[-1] * (2 - len(row.stops))] for row in rows], dtype=torch.int32),
         seen=((seen + 2**31) % 2**32 - 2**31).to(torch.int32),
         step=ints([step]),
         out=torch.full((slots, len(rows) + 1), 77, dtype=torch.int32),
@@ -121,13 +122,14 @@ def test_a_row_goes_on_from_its_own_token(library: Emulator) -> None:
     logits = torch.randn(5, VOCABULARY).to(torch.bfloat16)
     best = logits.float().argmax(-1).tolist()
     rows = [
-        Row(Sampling(), [1, 2, 3]),  # goes on
+        Row(Sampling(), [1, 2, 3], stops=(best[4], -1)),  # goes on: it is another's stop
         Row(Sampling(), [1, 2, 3], limit=3),  # has all the tokens that it may have as input
         Row(Sampling(), []),  # padding
         Row(Sampling(), [4, 5], limit=3),  # one more
-        Row(Sampling(repetition_penalty=1.0001), [6]),  # draws a stop
+        Row(Sampling(repetition_penalty=1.0001), [6], stops=(9999, best[4])),  # draws a stop
     ]
-    state = state_of(rows, stops=[9999, best[4]])
+    assert best[0] != best[4]
+    state = state_of(rows)
     got = run(library, logits, state)
     assert got == [best[0], best[1], NO_TOKEN, best[3], best[4]]
     assert state.num_tokens.tolist() == [4, 0, 0, 3, 0]

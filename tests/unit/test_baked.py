@@ -46,7 +46,7 @@ def test_nothing_moves_in_many_steps_with_sequences_coming_and_going(harness: Ha
     graphs = graphs_of(harness)
     before = addresses(graphs)
     assert graphs.baked is not None and {name for name, _ in graphs.baked.tensors} == set(before)
-    for name in ("words", "step", "stops", "seen", "patches", "drawn"):
+    for name in ("words", "step", "seen", "patches", "drawn"):
         assert f"['state']['{name}']" in before
     network, kv = harness.engine._model.network, harness.engine._held.kv
     baked = storages(dict(graphs.baked.tensors))

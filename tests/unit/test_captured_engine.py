@@ -19,6 +19,7 @@ from tests.unit.tiny import Harness, request, write_model
 from tests.unit.torch_step import TorchLayers, TorchStep
 from worker import model_runner
 from worker.decode_rows import DecodeRows
+from worker.decode_state import STOPS
 
 _LIVES = ((120, 20), (3, 9), (270, 12), (30, 4), (14, 16), (250, 30))
 
@@ -143,14 +144,45 @@ def test_the_next_step_is_launched_before_this_one_is_read(captured: Callable[..
     assert order == [*want, ("read", 5)]  # no step behind the last
 
 
-def test_a_row_computed_once_too_often_is_dropped(captured: Callable[..., Harness]) -> None:
+@pytest.mark.parametrize("others", [0, 6, 30])
+def test_a_stop_token_ends_its_row_on_the_device(captured: Callable[..., Harness], others: int) -> None:
+    """The step behind it has begun: nothing is computed for the row there. The device knows the first stops; of one
+    behind them the host alone does, which drops what was computed.
+    """
     free = captured().run(request("r", prompt(1, 20), 12), request("s", prompt(2, 20), 12))
-    stops = (free["r"][5],)
+    stops = [*[token for token in range(200) if token not in free["r"]][:others], free["r"][5]]
     harness = captured()
     told = harness.run(request("r", prompt(1, 20), 12, stop_token_ids=stops), request("s", prompt(2, 20), 12))
-    assert told["s"] == free["s"] and told["r"] == free["r"][: free["r"].index(stops[0]) + 1]
+    assert told["s"] == free["s"] and told["r"] == free["r"][: free["r"].index(stops[-1]) + 1]
     layers: Any = rows_of(harness)._graphs.layers
-    assert layers.num_computed == len(told["r"]) - 1 + len(told["s"]) - 1 + 1
+    assert layers.num_computed == len(told["r"]) - 1 + len(told["s"]) - 1 + (others >= STOPS)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_stop_that_a_known_token_stands_in_place_of_ends_nothing(
+    deterministic: Callable[..., Harness], penalty: float
+) -> None:
+    """What was emitted elsewhere is computed by captured rows, whatever they draw there."""
+
+    def told(emitted: list[int], *stops: int) -> list[int]:
+        harness = deterministic()
+        harness.engine.submit(
+            request("r", prompt(1, 20), 12, emitted=emitted, stop_token_ids=stops, repetition_penalty=penalty)
+        )
+        harness.run()
+        return harness.tokens("r")
+
+    drawn = told([9])[0]
+    emitted = [9, (drawn + 1) % 200, 11]
+    free = told(emitted)
+    assert told(emitted, drawn) == free[: free.index(drawn) + 1 if drawn in free else None]
+
+
+def test_a_stop_within_a_prompt_ends_nothing(captured: Callable[..., Harness]) -> None:
+    """Which captured rows compute token by token, each drawing the next."""
+    (drawn,) = captured().run(request("r", [9], 1))["r"]
+    asked = request("r", [9, drawn, 11], 6, stop_token_ids=[drawn])
+    assert captured(prefill_chunk=1).run(asked) == captured().run(asked)
 
 
 def test_a_prompt_runs_layer_by_layer_between_decode_steps(captured: Callable[..., Harness]) -> None:

@@ -71,6 +71,7 @@ class TorchLayers:
             state.drawn[slot, row] = each.token_id
             state.row_words("tokens", rows)[row] = each.token_id
             ends = lengths[row] >= int(state.row_words("limit", rows)[row])
+            ends |= each.token_id in state.sampling(rows).stops[row].tolist()
             state.row_words("num_tokens", rows)[row] = 0 if ends else lengths[row] + 1
 
     def _sampling(self, row: int) -> Sampling:
