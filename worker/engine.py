@@ -450,8 +450,9 @@ class Engine:
             self._admit()
             self._publish_load()
             work = self._in_step = self._schedule()
-            work = self._begin_chunk(work)
+            work, chunk = self._apart(work)
             flight = self._launch(work) if work else None
+            self._begin_chunk(chunk)
         if flight is not None:
             self._in_step = [*flight.work, *(self._chunk.work if self._chunk is not None else ())]
             ahead = self._launch_ahead(flight)
@@ -459,6 +460,8 @@ class Engine:
             self._land(flight)
             if ahead is not None and not all(w.sequence.finished for w in ahead.work):
                 self._flight = ahead
+                if self._chunk is not None and self._chunk.slices.is_computed:
+                    self._land_chunk()  # while the GPU decodes
             self._counters.num_steps += 1
             self._counters.last_step_ns = time.monotonic_ns() - began_ns
             self._learn(flight, (time.monotonic_ns() - began_ns) / 1e9)
@@ -511,15 +514,19 @@ class Engine:
             self._land_chunk()  # what grows may drop others
         return self._grow(work) if self._config.admission == "recompute" else work
 
-    def _begin_chunk(self, work: list[Work]) -> list[Work]:
-        """Takes the prompts' part out of a step, to run it layer by layer beside this and further steps."""
+    def _apart(self, work: list[Work]) -> tuple[list[Work], list[Work]]:
+        """A step, and the prompts' part of it that runs layer by layer beside this and further steps."""
         chunk = [w for w in work if not self._runner.captures(w)]
-        if not self._by_layers or self._chunk is not None or not chunk or len(chunk) == len(work):
-            return work
-        new_pages = self._held.reserve(chunk)
-        self._mark_first_run(chunk)
-        self._chunk = _Chunk(chunk, new_pages, self._runner.by_layers(chunk))
-        return [w for w in work if self._runner.captures(w)]
+        if not self._by_layers or self._chunk is not None or len(chunk) == len(work):
+            return work, []
+        return [w for w in work if self._runner.captures(w)], chunk
+
+    def _begin_chunk(self, chunk: list[Work]) -> None:
+        """Behind the launch of its step's decode rows: the GPU has them to do while the host prepares this."""
+        if chunk:
+            new_pages = self._held.reserve(chunk)
+            self._mark_first_run(chunk)
+            self._chunk = _Chunk(chunk, new_pages, self._runner.by_layers(chunk))
 
     def _advance_chunk(self) -> None:
         """Launches as many layers as fit a step's time, behind its decode rows."""
@@ -556,7 +563,7 @@ class Engine:
         if isinstance(flight.begun, Step) or self._has_news() or self._may_admit():
             return None
         flying = [w for w in flight.work if not w.sequence.finished]
-        if self._chunk.slices.done if self._chunk is not None else len(flying) < len(self._running):
+        if self._chunk is None and len(flying) < len(self._running):
             return None
         flight.behind = self._held.seal_behind(flying, flight.new_pages)
         work = [Work(w.sequence, w.end, 1) for w in flying if w.end + 1 < w.sequence.max_total_tokens]

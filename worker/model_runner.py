@@ -300,6 +300,7 @@ class Slices:
         self._logits: torch.Tensor | None = None
         self._layers = self._by_layers()
         self._timed: list[tuple[Stopwatch, int]] = []
+        self._last: Stopwatch | None = None
         self.layer_s = 0.0
 
     def _by_layers(self) -> Iterator[torch.Tensor | None]:
@@ -314,6 +315,11 @@ class Slices:
         """Whether all has been launched."""
         return self._logits is not None
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether ``step`` waits for none of it."""
+        return self.done and self._last is not None and self._last.is_done
+
     def advance(self, num_layers: int) -> None:
         """Launches so many more layers, at most."""
         with _current(self._network.device), Stopwatch(self._network.device) as took:
@@ -321,6 +327,7 @@ class Slices:
             while count < num_layers and self._logits is None:
                 self._logits = next(self._layers)
                 count += self._logits is None
+        self._last = took
         if count:  # else it was the logits alone
             self._timed.append((took, count))
         while self._timed and self._timed[0][0].is_done:

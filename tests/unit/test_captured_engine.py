@@ -217,6 +217,40 @@ def test_a_prompt_runs_layer_by_layer_between_decode_steps(captured: Callable[..
     assert len(chunks) >= 2 and "step" in order[chunks[0] : chunks[-1]]
 
 
+def test_a_chunk_lands_while_the_gpu_decodes(captured: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its last layers take is waited for by no decode row: steps go on until they are computed, and the host keeps
+    the chunk's rows beside one.
+    """
+    requests = [request("short", prompt(1, 20), 60), request("long", prompt(2, 700), 3)]
+    want: dict[str, list[int]] = {}
+    for each in requests:
+        want |= captured().run(each)
+    harness = captured()
+    engine, computed = harness.engine, iter([False, False])
+    monkeypatch.setattr(
+        model_runner.Slices, "is_computed", property(lambda slices: slices.done and next(computed, True))
+    )
+    events: list[str] = []
+    launch, land = engine._runner.launch, engine._land_chunk
+
+    def launched(work: Any) -> int:
+        events.append("decode, all launched" if engine._chunk is not None and engine._chunk.slices.done else "decode")
+        return launch(work)
+
+    def landed() -> None:
+        events.append("landed beside a step" if engine._flight is not None else "landed")
+        land()
+
+    monkeypatch.setattr(engine._runner, "launch", launched)
+    monkeypatch.setattr(engine, "_land_chunk", landed)
+    engine.submit(requests[0])
+    harness.step(3)
+    told = harness.run(requests[1])
+    assert told["long"] == want["long"] and harness.tokens("short") == want["short"]
+    first = events.index("landed beside a step")
+    assert events[:first].count("decode, all launched") == 2 and "landed" not in events
+
+
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_a_prompt_that_is_aborted_between_its_layers_hurts_nobody(captured: Callable[..., Harness], after: int) -> None:
     want = captured().run(request("short", prompt(1, 20), 60))
