@@ -180,11 +180,13 @@ def scenes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def check_nothing_lost(caller: Caller, *deaths: str) -> None:
     """Of sequences whose store lives: they were adopted, and no committed token was computed again. But that of one
-    which died between a cut in its store and the copies that this asks for.
+    which died between a cut in its store and the copies that this asks for. One that died at the last submission may
+    have opened none.
     """
     half_cut = any(f"after:{CLIENT}:Attachment.truncate" in death for death in deaths)
     longest = max(len(stream.ask.prompt) + stream.ask.max_tokens for stream in caller.ended) if half_cut else 0
-    assert sum(load.sequences_adopted for load in caller.loads) > 0
+    may_be_none = any(f"{ENGINE}:Engine.submit:{NUM_STREAMS}" in death for death in deaths)
+    assert may_be_none or sum(load.sequences_adopted for load in caller.loads) > 0
     assert sum(load.tokens_recomputed_after_adoption for load in caller.loads) <= longest
 
 
