@@ -45,6 +45,7 @@ class Weights:
     key: bytes
     where: str
     model: str
+    form: str
     memory: Memory
     manifest: kvstore_pb2.WeightsManifest
     users: int = 0
@@ -151,7 +152,7 @@ class WeightsStore:
             memory.close()
             return
         self._held[asked.key] = Weights(
-            asked.key, asked.memory, asked.model, memory, filled.manifest, idle_since_s=time.monotonic()
+            asked.key, asked.memory, asked.model, asked.form, memory, filled.manifest, idle_since_s=time.monotonic()
         )
         log.info(
             "weights kept",
@@ -217,6 +218,7 @@ class WeightsStore:
                 key=weights.key,
                 memory=weights.where,
                 model=weights.model,
+                form=weights.form,
                 num_bytes=weights.memory.allocated_bytes,
                 users=weights.users,
             )
@@ -278,6 +280,8 @@ def _opened(request: kvstore_pb2.WeightsRequest | None) -> kvstore_pb2.WeightsOp
     for name in (asked.model, asked.worker_id):
         if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
             raise _bad("a name is empty or too long", f"{len(name.encode())} bytes", f"1 to {MAX_NAME_BYTES}")
+    if len(asked.form.encode()) > MAX_NAME_BYTES:
+        raise _bad("the form is too long", f"{len(asked.form.encode())} bytes", f"at most {MAX_NAME_BYTES}")
     if asked.HasField("held"):
         _check_filled(asked.held, asked.memory)
     return asked

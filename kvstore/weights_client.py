@@ -180,18 +180,19 @@ class Lease:
                 stream.close()
 
 
-def use_weights(socket: Path, *, worker_id: str, key: bytes, memory: str, model: str) -> Lease:
+def use_weights(socket: Path, *, worker_id: str, key: bytes, memory: str, model: str, form: str = "") -> Lease:
     """Asks the store for weights, and waits while another worker makes them.
 
     Args:
         socket: the store's gRPC socket.
         key: 16 bytes, of all that decides the bytes.
         memory: "host", "host:node<n>" or "cuda:GPU-<uuid>".
+        form: how they are held, for people: "weights in FP8 blocks".
 
     Raises:
         Unavailable: KVSTORE_NOT_THERE. NotBuilt: OLDER_KVSTORE, which holds none.
     """
-    return Lease(socket, kvstore_pb2.WeightsOpen(worker_id=worker_id, key=key, memory=memory, model=model))
+    return Lease(socket, kvstore_pb2.WeightsOpen(worker_id=worker_id, key=key, memory=memory, model=model, form=form))
 
 
 class _Stream:

@@ -26,6 +26,10 @@ FP4 = ("U8", "I8")
 """Two values to a byte."""
 SCALES = ("F8_E8M0", "U8", "I8", "F32")
 """Bytes of any name are e8m0: the exponent of two, plus 127."""
+BLOCK_SCALES = ("F32", "BF16", "F8_E8M0")
+"""Of FP8 blocks that are held as they are."""
+E4M3 = "float8_e4m3fn"
+"""``Expected.held`` of their codes."""
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 
@@ -66,8 +70,12 @@ class Expected(NamedTuple):
 
     @property
     def is_scale(self) -> bool:
-        """Read with the tensor that it belongs to, and not held."""
-        return self.dtypes == SCALES
+        return self.dtypes in (SCALES, BLOCK_SCALES)
+
+    @property
+    def is_held(self) -> bool:
+        """Else it is a scale that is read with the tensor that it belongs to."""
+        return not self.is_scale or bool(self.held)
 
     @property
     def num_values(self) -> int:
@@ -181,7 +189,7 @@ class Tensors:
         device: torch.device,
         progress: Progress | None = None,
     ) -> None:
-        self._left = {name: wanted for name, wanted in expected.items() if not wanted.is_scale}
+        self._left = {name: wanted for name, wanted in expected.items() if wanted.is_held}
         self._names = sorted(expected)
         self._found, self._dtype, self._device, self._progress = found, dtype, device, progress
         self._digests: dict[str, bytes] = {}
@@ -216,7 +224,7 @@ class Tensors:
         else:
             # A copy of its own: what safetensors hands out may lie in the mapped file, which can change under us.
             value = stored.to(self._device, dtype, copy=True)
-        if value.is_floating_point() and not torch.isfinite(value).all():
+        if not _is_finite(value):
             raise ModelError(
                 f"tensor {name} holds NaN or infinity",
                 reason="BAD_TENSOR",
@@ -255,6 +263,12 @@ class Tensors:
         return tensor
 
 
+def _is_finite(value: torch.Tensor) -> bool:
+    if value.dtype == torch.float8_e4m3fn:  # torch cannot say it of these; they have two NaN and no infinity
+        return bool((value.view(torch.uint8) & 0x7F != 0x7F).all())
+    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+
+
 class _Shape(torch.Tensor):
     """A tensor without values. torch's own way to join such brings sympy and more: seconds of a worker's start."""
 
@@ -272,7 +286,7 @@ class Shapes:
     """As ``Tensors``, of tensors on torch's device "meta": nothing is read."""
 
     def __init__(self, expected: Mapping[str, Expected], dtype: torch.dtype) -> None:
-        self._left = {name: wanted for name, wanted in expected.items() if not wanted.is_scale}
+        self._left = {name: wanted for name, wanted in expected.items() if wanted.is_held}
         self._dtype = dtype
 
     @overload

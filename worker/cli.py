@@ -23,7 +23,7 @@ from protos.health import health_option
 from protos.metrics import OFF
 from protos.tls import ServerCertificate
 from protos.tls_options import server_tls, server_tls_options
-from worker.config import ADMISSIONS, DEFAULT_PRESET, FP8_BLOCK, RETENTIONS, default_dtype
+from worker.config import ADMISSIONS, BF16, DEFAULT_PRESET, FP8_BLOCK, RETENTIONS, default_dtype
 
 # Choices as the help shows them; WorkerConfig refuses any other.
 _DTYPES = f"[{'|'.join(('auto', *ITEM_BYTES))}]"
@@ -90,8 +90,9 @@ standby_option = advanced_option(
 weights_option = advanced_option(
     "--weights",
     default="",
-    metavar=FP8_BLOCK,
-    help="On GPUs, llama family: hold weights in FP8 blocks only; not measured in service yet.",
+    metavar=f"[{BF16}|{FP8_BLOCK}]",
+    help="Llama family: fp8_block quantises them, on GPUs, and is not measured in service yet; bf16 holds FP8 files "
+    "dequantised.  [default: as the files have them; on CPUs dequantised]",
 )
 weights_arena_option = advanced_option(
     "--weights-arena/--no-weights-arena",

@@ -21,7 +21,8 @@ from worker.config import WorkerConfig, default_dtype
 from worker.families import architecture
 from worker.gpu import Gpu, free_bytes, visible_gpus
 from worker.memory_plan import Use, demand_fit, total
-from worker.weights import planned_uses
+from worker.weights import dtype_name, planned_uses
+from worker.weights_form import check_weights
 
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_ARENA_BYTES = 1 << 30
@@ -130,7 +131,10 @@ class ClusterConfig:
         if config.kv_bytes is not None and config.kv_bytes < LEAST_KV_BYTES:
             raise ConfigError("kv_bytes is too small", given=config.kv_bytes, allowed=f"at least {LEAST_KV_BYTES}")
         worker = config.worker(0, Path("unknown yet"), DEFAULT_ARENA_BYTES)
-        architecture(model_config.read_json(folder / "config.json")).check_settings(worker)
+        raw = model_config.read_json(folder / "config.json")
+        shapes = architecture(raw)
+        shapes.check_settings(worker)
+        check_weights(worker, shapes, dtype_name(worker.dtype, raw))
         arena_bytes_of(config)
         return config
 
@@ -214,7 +218,7 @@ def arena_bytes_of(config: ClusterConfig) -> int:
         CapacityError: MODEL_TOO_LARGE, the weights alone do not fit, with what they take by owner; NOT_ENOUGH_MEMORY,
             the arenas do not fit beside them.
     """
-    uses = planned_uses(config.model, config.dtype)
+    uses = planned_uses(config.model, config.dtype, config.weights, on_gpu=bool(config.gpus))
     weights = total(uses)
     if config.gpus:
         return _gpu_arena_bytes(config, uses)
@@ -239,7 +243,7 @@ def memory_table(config: ClusterConfig, arena_bytes: int) -> tuple[Use, ...]:
     """What each worker will take of its device, by owner."""
     workspaces = GPU_HEADROOM_BYTES if config.gpus else HEADROOM_BYTES // config.workers
     return (
-        *planned_uses(config.model, config.dtype),
+        *planned_uses(config.model, config.dtype, config.weights, on_gpu=bool(config.gpus)),
         Use("KV arenas", arena_bytes),
         Use("workspaces, at most", workspaces),
     )

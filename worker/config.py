@@ -16,8 +16,8 @@ from protos.errors import ConfigError
 
 RETENTIONS = ("all", "checkpoints", "none")
 ADMISSIONS = ("worst_case", "recompute")
-FP8_BLOCK = "fp8_block"
-WEIGHTS = ("", FP8_BLOCK)
+FP8_BLOCK, BF16 = "fp8_block", "bf16"
+WEIGHTS = ("", BF16, FP8_BLOCK)
 DEFAULT_PRESET = "tq4"  # of mode turboquant, where none is named
 
 GPU = "cuda:"
@@ -68,7 +68,8 @@ class WorkerConfig:
         kv_reattach_s: how long the worker waits for another kvstore when its own is gone. Then it ends.
         weights: "fp8_block" quantises the products' weights as they are loaded, in blocks of 128 x 128, and keeps
             nothing else of them: half the memory, and what a decode step of few rows reads. Llama family in bfloat16 on
-            a GPU, with decode_graphs, and in this process's own memory. Empty keeps them as they are.
+            a GPU, with decode_graphs. Files that hold such blocks already are held as they are, and by default too.
+            "bf16" dequantises those as they are loaded. Empty follows the files; on a CPU blocks are dequantised.
         weights_arena: the kvstore holds the weights, so that the next life of this worker maps them instead of loading
             them, and workers of the same model on one host share them.
         adopt_grace_s: how long a sequence taken over from an earlier life of the worker goes on without its router;
@@ -135,13 +136,13 @@ class WorkerConfig:
                 hint="leave decode_graphs out",
             )
         _choice("weights", self.weights, WEIGHTS)
-        if self.weights and not (self.on_gpu and self.decode_graphs and not self.weights_arena):
+        if self.weights == FP8_BLOCK and not (self.on_gpu and self.decode_graphs):
             raise ConfigError(
                 f"weights {self.weights} would not engage",
                 reason="WEIGHTS_NOT_ENGAGED",
-                given=f"device {self.device}, decode_graphs {self.decode_graphs}, weights_arena {self.weights_arena}",
-                allowed="a GPU, with decode_graphs, without weights_arena",
-                hint="add --decode-graphs --no-weights-arena, or leave --weights out",
+                given=f"device {self.device}, decode_graphs {self.decode_graphs}",
+                allowed="a GPU, with decode_graphs",
+                hint="add --decode-graphs, or leave --weights out",
             )
         for name in ("name", "worker_id"):
             if not getattr(self, name):

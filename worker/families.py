@@ -11,7 +11,7 @@ from kernels.page_layout import FRAGMENTS
 from kvstore.geometry import CacheGeometry, apply_mode
 from protos.errors import ConfigError, ModelError
 from worker import model_config
-from worker.checkpoint import FP4, FP8, INTEGERS, SCALES, Expected
+from worker.checkpoint import BLOCK_SCALES, E4M3, FP4, FP8, INTEGERS, SCALES, Expected
 from worker.config import WorkerConfig
 from worker.gpu_kernels import demand_kernels
 from worker.models import deepseek_v4_checkpoint as official
@@ -21,7 +21,8 @@ from worker.models.deepseek_v4_config import DeepseekV4Config
 from worker.models.deepseek_v4_geometry import cache_geometry, demand_raw_reach, with_raw_mode
 from worker.models.deepseek_v4_quantized import dequantized_fp4, dequantized_fp8
 from worker.models.layers import Weights
-from worker.models.llama import MODEL_TYPES, Llama, LlamaConfig
+from worker.models.llama import LAYER_PRODUCTS, MODEL_TYPES, Llama, LlamaConfig
+from worker.quantization import BLOCK, SCALE, StoredBlocks, stored_blocks
 
 Network = Llama | DeepseekV4
 
@@ -38,8 +39,13 @@ class Architecture(Protocol):
     @property
     def max_positions(self) -> int: ...
 
-    def tensors(self) -> dict[str, Expected]:
-        """Every tensor that the files must hold."""
+    @property
+    def stored_blocks(self) -> StoredBlocks | None:
+        """Which weights the files hold in blocks of FP8 that can be held as they are; None: there are none."""
+        ...
+
+    def tensors(self, *, in_blocks: bool = False) -> dict[str, Expected]:
+        """Every tensor that the files must hold. ``in_blocks``: what they hold in ``stored_blocks`` is held so, too."""
         ...
 
     def ignored(self, names: Iterable[str]) -> set[str]:
@@ -67,10 +73,11 @@ class LlamaArchitecture:
 
     shapes: LlamaConfig
     raw: Mapping[str, Any]
+    stored_blocks: StoredBlocks | None = None
 
     @staticmethod
     def parse(raw: Mapping[str, Any]) -> LlamaArchitecture:
-        return LlamaArchitecture(LlamaConfig.parse(raw), raw)
+        return LlamaArchitecture(LlamaConfig.parse(raw), raw, stored_blocks(raw))
 
     @property
     def model_type(self) -> str:
@@ -84,8 +91,28 @@ class LlamaArchitecture:
     def max_positions(self) -> int:
         return self.shapes.max_positions
 
-    def tensors(self) -> dict[str, Expected]:
-        return {name: Expected(shape) for name, shape in self.shapes.tensors().items()}
+    def tensors(self, *, in_blocks: bool = False) -> dict[str, Expected]:
+        found: dict[str, Expected] = {}
+        for name, shape in self.shapes.tensors().items():
+            if not self._in_blocks(name):
+                found[name] = Expected(shape)
+                continue
+            rows, columns = shape
+            scales = (-(-rows // BLOCK), -(-columns // BLOCK))
+            if in_blocks:
+                found[name] = Expected(shape, FP8, held=E4M3)
+                found[name + SCALE] = Expected(scales, BLOCK_SCALES, held="float32")
+            else:
+                dequantized = partial(dequantized_fp8, block=(BLOCK, BLOCK))
+                found[name] = Expected(shape, FP8, scale=name + SCALE, dequantized=dequantized)
+                found[name + SCALE] = Expected(scales, BLOCK_SCALES)
+        return found
+
+    def _in_blocks(self, name: str) -> bool:
+        """Whether this tensor is stored so: a layer's product; the head never is."""
+        module, _, kind = name.rpartition(".")
+        product = kind == "weight" and module.endswith(LAYER_PRODUCTS)
+        return product and self.stored_blocks is not None and self.stored_blocks.holds(module)
 
     def ignored(self, names: Iterable[str]) -> set[str]:
         tied = {"lm_head.weight"} if self.shapes.tied else set()
@@ -145,7 +172,11 @@ class DeepseekV4Architecture:
     def max_positions(self) -> int:
         return self.shapes.max_positions
 
-    def tensors(self) -> dict[str, Expected]:
+    @property
+    def stored_blocks(self) -> None:
+        return None
+
+    def tensors(self, *, in_blocks: bool = False) -> dict[str, Expected]:
         shapes = official.tensors(self.shapes)
         return {name: self._expected(name, shapes) for name in shapes}
 

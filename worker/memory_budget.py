@@ -100,9 +100,10 @@ def planned(plan: Plan, free: int, arch: str, stored: kvstore_pb2.KvStatsRespons
     if isinstance(plan.shapes, LlamaArchitecture):
         shapes = plan.shapes.shapes
         item, rows = ITEM_BYTES[plan.dtype], config.max_running
-        activations = _activations(shapes, item, config.prefill_chunk + rows, rows)
+        anew = int(SLACK * item * _largest_product(shapes)) if plan.form.held and plan.form.stored else 0
+        activations = anew + _activations(shapes, item, config.prefill_chunk + rows, rows)
         if config.decode_graphs:
-            uses += _decode(shapes, geometry, item, rows, plan.max_sequence_tokens)
+            uses += _decode(shapes, geometry, item, rows, plan.max_sequence_tokens, anew)
     if attention_kernels(geometry) and isinstance(plan.shapes, LlamaArchitecture):
         q_heads = plan.shapes.shapes.q_heads
         limits = DecodeLimits(config.max_running, -(-plan.max_sequence_tokens // PAGE_TOKENS))
@@ -122,8 +123,10 @@ def _held(stored: kvstore_pb2.KvStatsResponse | None, device: str) -> int:
     return arenas + sum(weights.num_bytes for weights in stored.weights if weights.memory == device)
 
 
-def _decode(shapes: LlamaConfig, geometry: CacheGeometry, item: int, rows: int, tokens: int) -> list[Use]:
-    """As worker/decode_state.py and worker/decode_layers.py make it, and the graphs over it."""
+def _decode(shapes: LlamaConfig, geometry: CacheGeometry, item: int, rows: int, tokens: int, anew: int) -> list[Use]:
+    """As worker/decode_state.py and worker/decode_layers.py make it, and the graphs over it. ``anew``: bytes of the
+    largest weight that a product of many rows makes anew out of FP8 blocks, in the graphs' pool.
+    """
     pages = -(-tokens // PAGE_TOKENS)
     words = 1 + rows * (10 + len(geometry.groups) * (2 + pages) + -(-shapes.vocab_size // 32))
     heads = shapes.q_heads + 2 * shapes.kv_heads
@@ -133,8 +136,14 @@ def _decode(shapes: LlamaConfig, geometry: CacheGeometry, item: int, rows: int, 
     return [
         Use(STATE, 4 * words),
         Use(BUFFERS, item * (rows * (values + shapes.vocab_size) + tables)),
-        Use(GRAPH_POOLS, graphs * GRAPH_BYTES),
+        Use(GRAPH_POOLS, graphs * GRAPH_BYTES + anew),
     ]
+
+
+def _largest_product(shapes: LlamaConfig) -> int:
+    """Values of a layer's largest weight."""
+    heads = (shapes.q_heads + 2 * shapes.kv_heads) * shapes.head_dim
+    return shapes.hidden * max(heads, 2 * shapes.intermediate)
 
 
 def num_graphs(rows: int) -> int:

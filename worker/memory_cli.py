@@ -135,7 +135,7 @@ def gathered(
     for host, answers in stores.items():
         for weights in (weights for answer in answers for weights in answer.weights):
             memory = HOST if weights.memory.startswith(HOST) else weights.memory
-            add(host, memory, Use(weights.model, "weights", weights.num_bytes))
+            add(host, memory, Use(weights.model, weights.form or "weights", weights.num_bytes))
         for device in (device for answer in answers for device in answer.devices):
             arenas = device.device if device.memory == "device" else HOST
             for group in device.groups:

@@ -7,16 +7,17 @@ from typing import NamedTuple
 
 from kvstore.geometry import ITEM_BYTES
 from protos.errors import CapacityError
-from worker.checkpoint import FP8, Expected, Stored
+from worker.checkpoint import E4M3, FP8, Expected, Stored
 
-WEIGHTS, FROM_FP8, FROM_FP4 = "weights", "weights dequantised from FP8", "weights dequantised from FP4"
+WEIGHTS, IN_BLOCKS = "weights", "weights in FP8 blocks"
+FROM_FP8, FROM_FP4 = "weights dequantised from FP8", "weights dequantised from FP4"
 MODEL_TABLES = "tables of the model"
 REPACKED, STATE, BUFFERS = "weights repacked for decode", "decode state", "decode buffers"
 WORKSPACES, TABLES, GRAPH_POOLS = "attention workspaces", "tables of page kernels", "graph pools"
 ACTIVATIONS, LIBRARIES = "activations, kept by torch's allocator", "libraries' workspaces"
 CONTEXT, LOADING, KERNELS, FIRST_STEP = "CUDA context", "loading weights", "kernels and graphs", "first steps"
 PROCESS, UNKNOWN = "interpreter and libraries", "unknown"
-_ITEM_BYTES = {**ITEM_BYTES, "int64": 8}
+_ITEM_BYTES = {**ITEM_BYTES, "int64": 8, E4M3: 1}
 _DEQUANTIZING = 5 * 4  # bytes a value beside the result: codes, values, scales and their product in float32
 _CHECKING = 2  # bytes a value beside a copy: whether it is finite
 
@@ -42,9 +43,9 @@ def weight_uses(expected: Mapping[str, Expected], found: Mapping[str, Stored], d
     held: dict[str, list[int]] = {}
     largest = 0
     for name, wanted in expected.items():
-        if wanted.is_scale:
+        if not wanted.is_held:
             continue
-        owner = WEIGHTS if not wanted.scale else FROM_FP8 if wanted.dtypes == FP8 else FROM_FP4
+        owner = _owner(wanted)
         sizes = held.setdefault(owner, [0, 0])
         item_bytes = _ITEM_BYTES[wanted.held or dtype]
         file_bytes = found[name].num_bytes + (found[wanted.scale].num_bytes if wanted.scale else 0)
@@ -52,8 +53,14 @@ def weight_uses(expected: Mapping[str, Expected], found: Mapping[str, Stored], d
         sizes[1] += file_bytes
         beside = item_bytes + _CHECKING + (_DEQUANTIZING if wanted.scale else 0)
         largest = max(largest, file_bytes + wanted.num_values * beside)
-    uses = [Use(owner, *held[owner]) for owner in (WEIGHTS, FROM_FP8, FROM_FP4) if owner in held]
+    uses = [Use(owner, *held[owner]) for owner in (WEIGHTS, IN_BLOCKS, FROM_FP8, FROM_FP4) if owner in held]
     return (*uses, Use("reading one weight", largest))
+
+
+def _owner(wanted: Expected) -> str:
+    if wanted.scale:
+        return FROM_FP8 if wanted.dtypes == FP8 else FROM_FP4
+    return IN_BLOCKS if wanted.held == E4M3 or wanted.is_scale else WEIGHTS
 
 
 def total(uses: Iterable[Use]) -> int:

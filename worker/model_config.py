@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from protos.errors import ConfigError, ModelError
+from worker.quantization import stored_blocks
 
 # Key -> least and greatest value. Wide: they keep out what cannot be meant, not what is unusual.
 _INTEGERS = {
@@ -53,7 +54,7 @@ _ROPE_NUMBERS = {
     "original_max_position_embeddings": (1.0, float(1 << 24)),
 }
 _NULL_SAYS_NONE = ("rope_scaling",)  # DeepSeek-V4 must say whether it stretches
-_QUANTIZED = ("deepseek_v4",)  # families that read quantised weights, and refuse by themselves what they cannot
+_QUANTIZED = ("deepseek_v4",)  # families with quantised weights of their own kind, which they check by themselves
 
 
 def read_json(file: Path) -> Mapping[str, Any]:
@@ -103,13 +104,8 @@ def checked(config: Mapping[str, Any]) -> Mapping[str, Any]:
     layer_types = config.get("layer_types", [])
     if not isinstance(layer_types, list) or not all(isinstance(each, str) for each in layer_types):
         raise _refused("layer_types", layer_types, "a list of names")
-    if config.get("quantization_config") and config.get("model_type") not in _QUANTIZED:
-        raise ModelError(
-            "quantised weights are not built",
-            reason="QUANTIZATION_NOT_BUILT",
-            given=_shown(config["quantization_config"]),
-            allowed=f"weights in float32, bfloat16 or float16, without quantization_config; or {', '.join(_QUANTIZED)}",
-        )
+    if config.get("model_type") not in _QUANTIZED:
+        stored_blocks(config)
     return config
 
 

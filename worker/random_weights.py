@@ -14,9 +14,10 @@ from worker.config import WorkerConfig
 from worker.families import LlamaArchitecture, architecture
 from worker.gpu import torch_device
 from worker.kv_view import TORCH_DTYPES
-from worker.memory_plan import WEIGHTS, Use
+from worker.memory_plan import Use
 from worker.models.llama import LlamaConfig
-from worker.weights import Model, check_weights, dtype_name, quantize
+from worker.weights import Model, dtype_name
+from worker.weights_form import check_weights, quantize
 
 DIGEST = b"random"
 
@@ -54,13 +55,14 @@ def random_model(config: WorkerConfig, raw: Mapping[str, Any], seed: int = 0) ->
     model_config.check_length(raw, config.max_sequence_tokens)
     max_sequence_tokens = config.max_sequence_tokens or shapes.max_positions
     dtype = dtype_name(config.dtype, raw)
-    check_weights(config, shapes, dtype)
+    form = check_weights(config, shapes, dtype)
     geometry = shapes.geometry(config, dtype, max_sequence_tokens)
     torch.manual_seed(seed)
     weights = RandomWeights(shapes.shapes, TORCH_DTYPES[dtype], torch_device(config.device))
     with torch.inference_mode():
         network = shapes.network(weights, max_sequence_tokens)
-    digest = quantize(network, config, DIGEST)
+    if form.held:
+        quantize(network, head=not form.stored)
     return Model(
         network=network,
         info=types_pb2.ModelInfo(
@@ -68,10 +70,11 @@ def random_model(config: WorkerConfig, raw: Mapping[str, Any], seed: int = 0) ->
             architecture=shapes.model_type,
             vocab_size=shapes.vocab_size,
             max_sequence_tokens=max_sequence_tokens,
-            weights_digest=digest,
+            weights_digest=form.digest(DIGEST),
             num_parameters=weights.num_bytes // TORCH_DTYPES[dtype].itemsize,
         ),
         geometry=geometry,
         eos_token_ids=(),
-        uses=(Use(WEIGHTS, network.weight_bytes),),
+        uses=(Use(form.owner, network.weight_bytes),),
+        form=form,
     )

@@ -386,7 +386,9 @@ def _info(config: WorkerConfig, device: str, model: Model) -> types_pb2.WorkerIn
         geometry_digest=model.geometry.digest(),
         deterministic=config.deterministic,
         max_running=config.max_running,
-        switches=switches(config, model.geometry, arch_of(torch_device(config.device)) if config.on_gpu else ""),
+        switches=switches(
+            config, model.geometry, arch_of(torch_device(config.device)) if config.on_gpu else "", model.form
+        ),
         version=release(),
         features=["logprobs", "seed", "emitted_token_ids", "prefix_reuse", "resume", "adopt", "batch"],
     )

@@ -18,7 +18,7 @@ from kvstore.memory_limit import HEADROOM_BYTES, available_bytes
 from protos.cli_options import HelpAllCommand, advanced_option
 from protos.errors import ConfigError
 from worker import model_config
-from worker.checkpoint import FLOATS, FP4, FP8, INTEGERS, Expected, Stored
+from worker.checkpoint import BLOCK_SCALES, FLOATS, FP4, FP8, INTEGERS, Expected, Stored
 from worker.cli import deepseek_v4_options, num_bytes
 from worker.cluster_config import GPU_HEADROOM_BYTES, resolve_model
 from worker.config import ADMISSIONS, DEFAULT_PRESET, WorkerConfig, default_dtype
@@ -26,6 +26,7 @@ from worker.families import Architecture, architecture
 from worker.memory_plan import Use, total, weight_uses
 from worker.sizing import Machine, Need, most_sequences, need
 from worker.weights import dtype_name, planned_uses
+from worker.weights_form import WeightsForm
 
 GPUS = {
     "a100-40": 39,
@@ -41,7 +42,7 @@ GPUS = {
 }
 """GiB that CUDA has on one, rounded down. What yours has, `nvidia-smi --query-gpu=memory.total --format=csv` says."""
 DEFAULT_TOKENS = 4096
-_FILE_DTYPES = {FLOATS: "", FP8: "F8_E4M3", FP4: "U8", INTEGERS: "I64"}
+_FILE_DTYPES = {FLOATS: "", FP8: "F8_E4M3", FP4: "U8", INTEGERS: "I64", BLOCK_SCALES: "F32"}
 _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -104,7 +105,10 @@ def size(
         }
     )
     geometry = shapes.geometry(config, dtype_name(config.dtype, raw), tokens)
-    weights = planned_uses(folder, config.dtype) if folder else _uses_by_config(shapes, raw, config.dtype)
+    if folder:
+        weights = planned_uses(folder, config.dtype, on_gpu=config.on_gpu)
+    else:
+        weights = _uses_by_config(shapes, raw, config.dtype, on_gpu=config.on_gpu)
     needed = need(config, geometry, weights, tokens, machine)
     most = most_sequences(config, geometry, weights, tokens, machine)
     (print_json if as_json else print_tables)(config, geometry, needed, most, machine, weights_seen=folder is not None)
@@ -144,14 +148,14 @@ def _model(model: str) -> tuple[Mapping[str, Any], Path | None]:
     return model_config.read_json(folder / "config.json"), folder
 
 
-def _uses_by_config(shapes: Architecture, raw: Mapping[str, Any], dtype: str) -> tuple[Use, ...]:
+def _uses_by_config(shapes: Architecture, raw: Mapping[str, Any], dtype: str, *, on_gpu: bool) -> tuple[Use, ...]:
     """As ``planned_uses``, of files that are not here: stored as config.json says."""
     own = _SAFETENSORS[dtype_name("auto", raw)]
 
     def stored(wanted: Expected) -> Stored:
         return Stored(Path("none"), _FILE_DTYPES.get(wanted.dtypes, "F8_E8M0") or own, wanted.shape)
 
-    expected = shapes.tensors()
+    expected = shapes.tensors(in_blocks=WeightsForm.of(shapes, "", on_gpu=on_gpu).held)
     found = {name: stored(wanted) for name, wanted in expected.items()}
     return weight_uses(expected, found, dtype_name(dtype, raw))
 

@@ -9,6 +9,7 @@ from kvstore.geometry import CacheGeometry, LayerGroup
 from protos import types_pb2
 from worker.config import WorkerConfig
 from worker.gpu_kernels import attention_kernels, page_kernels
+from worker.weights_form import WeightsForm
 
 DECODE_GRAPH_RECORDS = {"sm_90a": "h200-engine_gpu-2026-11-30.jsonl"}
 """By arch: the hardware run of captured decode steps of the llama family."""
@@ -16,9 +17,9 @@ FP8_BLOCK_RECORDS = {"sm_90a": "h200-few_rows-2026-11-30.jsonl"}
 """Runs on record of weights in FP8 blocks, by arch."""
 
 
-def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[types_pb2.Switch]:
+def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str, weights: WeightsForm) -> list[types_pb2.Switch]:
     """Args:
-    geometry: as the model was loaded with.
+    geometry, weights: as the model was loaded with.
     arch: of the GPU, "sm_90a"; empty on a CPU.
     """
     packed = [group for group in geometry.groups if group.mode != "dense"]
@@ -53,8 +54,8 @@ def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str) -> list[t
         types_pb2.Switch(
             name="weights",
             configured=config.weights or "as stored",
-            engaged=config.weights or "as stored",  # else the worker did not start
-            evidence=FP8_BLOCK_RECORDS.get(arch, "") if config.weights else "",
+            engaged=weights.told(config),
+            evidence=FP8_BLOCK_RECORDS.get(arch, "") if weights.held and config.decode_graphs else "",
         ),
         types_pb2.Switch(
             name="prefix-reuse",

@@ -17,26 +17,27 @@ import torch
 from kvstore.geometry import CacheGeometry
 from kvstore.memory_limit import available_bytes
 from protos import types_pb2
-from protos.errors import ConfigError, ModelError
+from protos.errors import ModelError
 from worker import memory_plan, model_config
 from worker.checkpoint import INDEX_FILE, Expected, Progress, Shapes, Stored, Tensors, demand_match, headers, naming
-from worker.config import FP8_BLOCK, WorkerConfig
-from worker.families import Architecture, LlamaArchitecture, Network, architecture
+from worker.config import WorkerConfig
+from worker.families import Architecture, Network, architecture
 from worker.gpu import torch_device
 from worker.kv_view import TORCH_DTYPES
+from worker.memory_plan import IN_BLOCKS
 from worker.models.llama import Llama
+from worker.weights_form import AS_STORED, WeightsForm, check_weights, quantize
 
 __all__ = ["INDEX_FILE", "Model", "load_model", "planned_uses"]
 
 log = structlog.get_logger("worker")
-
-IN_BLOCKS = "weights in FP8 blocks"
 
 
 @dataclass(frozen=True)
 class Model:
     """A loaded model. ``network`` computes; the rest describes it.
 
+    ``form``: how its weights are held.
     ``uses``: what its weights take of this process's memory, by owner; nothing where the store holds them.
     ``tiles_checked``: ``model_runner.check_tiles`` has passed in this process, with the config's threads.
     """
@@ -46,6 +47,7 @@ class Model:
     geometry: CacheGeometry
     eos_token_ids: tuple[int, ...]
     uses: tuple[memory_plan.Use, ...]
+    form: WeightsForm = AS_STORED
     tiles_checked: bool = False
 
 
@@ -66,6 +68,7 @@ class Plan:
     max_sequence_tokens: int
     dtype: str
     device: torch.device
+    form: WeightsForm
     expected: Mapping[str, Expected]
     found: Mapping[str, Stored]
     uses: tuple[memory_plan.Use, ...]
@@ -79,26 +82,46 @@ class Plan:
         model_config.check_length(raw, config.max_sequence_tokens)
         max_sequence_tokens = config.max_sequence_tokens or shapes.max_positions
         dtype = dtype_name(config.dtype, raw)
-        check_weights(config, shapes, dtype)
+        form = check_weights(config, shapes, dtype)
         device = torch_device(config.device)
         geometry = shapes.geometry(config, dtype, max_sequence_tokens)
-        expected, found = _matched(shapes, config.model)
-        uses = memory_plan.weight_uses(expected, found, dtype)
-        return Plan(config, shapes, geometry, eos_token_ids, max_sequence_tokens, dtype, device, expected, found, uses)
+        expected, found = _matched(shapes, config.model, form)
+        plan = Plan(
+            config=config,
+            shapes=shapes,
+            geometry=geometry,
+            eos_token_ids=eos_token_ids,
+            max_sequence_tokens=max_sequence_tokens,
+            dtype=dtype,
+            device=device,
+            form=form,
+            expected=expected,
+            found=found,
+            uses=memory_plan.weight_uses(expected, found, dtype),
+        )
+        if form.held:
+            plan.without_weights()  # what does not go into blocks
+        return plan
 
     def load(self, progress: Progress | None = None) -> tuple[Network, bytes]:
         """Reads the weights. Returns the network and the weights' digest. Raises MODEL_TOO_LARGE, ModelError."""
         uses = self.uses
-        log.info("memory of the model", uses=memory_plan.table(uses), arenas=self.config.arena_bytes)
+        told = self.form.told(self.config)
+        log.info("memory of the model", weights=told, uses=memory_plan.table(uses), arenas=self.config.arena_bytes)
         memory_plan.demand_fit(uses, *_room(self.device))  # arenas apart: the store may hold them already
         with Tensors(self.expected, self.found, TORCH_DTYPES[self.dtype], self.device, progress) as weights:
             network = self.shapes.network(weights, self.max_sequence_tokens)
             digest = weights.digest()
-        return network, quantize(network, self.config, digest)
+        if self.form.quantizes:
+            quantize(network)
+        return network, self.form.digest(digest)
 
     def without_weights(self) -> Network:
         """The network on torch's device "meta": shapes and dtypes of all its tensors, and no values."""
-        return self.shapes.network(Shapes(self.expected, TORCH_DTYPES[self.dtype]), self.max_sequence_tokens)
+        network = self.shapes.network(Shapes(self.expected, TORCH_DTYPES[self.dtype]), self.max_sequence_tokens)
+        if self.form.quantizes:
+            quantize(network)
+        return network
 
     def model(self, network: Network, digest: bytes, uses: tuple[memory_plan.Use, ...]) -> Model:
         return Model(
@@ -116,6 +139,7 @@ class Plan:
             geometry=self.geometry,
             eos_token_ids=self.eos_token_ids,
             uses=uses,
+            form=self.form,
         )
 
 
@@ -135,53 +159,28 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
     plan = Plan.of(config)
     network, digest = plan.load(progress)
     uses = plan.uses[:-1]  # what reading takes is given back
-    if config.weights and isinstance(network, Llama):
+    if plan.form.quantizes and isinstance(network, Llama):
         uses = (memory_plan.Use(IN_BLOCKS, network.weight_bytes, memory_plan.total(uses)),)
     return plan.model(network, digest, uses)
 
 
-def check_weights(config: WorkerConfig, shapes: Architecture, dtype: str) -> None:
-    """Raises ConfigError: WEIGHTS_NOT_ENGAGED, ``config.weights`` is not had with this family or dtype."""
-    if config.weights and (not isinstance(shapes, LlamaArchitecture) or dtype != "bfloat16"):
-        raise ConfigError(
-            f"weights {config.weights} would not engage",
-            reason="WEIGHTS_NOT_ENGAGED",
-            given=f"{shapes.model_type} in {dtype}",
-            allowed="the llama family in bfloat16",
-            hint="leave weights out",
-        )
-
-
-def quantize(network: Network, config: WorkerConfig, digest: bytes) -> bytes:
-    """Weights in the form that ``config.weights`` asks for, in place; and their digest, for their results are others.
-
-    Raises ModelError: NO_BLOCKS, a width does not go into blocks.
-    """
-    if config.weights != FP8_BLOCK:
-        return digest
-    assert isinstance(network, Llama), "checked before anything is loaded"
-    with torch.inference_mode():
-        network.use_blocks()
-    if network.device.type == "cuda":
-        torch.cuda.empty_cache()  # the originals go back to the device, for the arenas
-    return blake2b(digest, digest_size=len(digest), person=b"tp-fp8-block").digest()
-
-
-def planned_uses(folder: Path, dtype: str) -> tuple[memory_plan.Use, ...]:
+def planned_uses(folder: Path, dtype: str, weights: str = "", *, on_gpu: bool = False) -> tuple[memory_plan.Use, ...]:
     """What a model's weights will take, by owner; config.json and the files' headers are checked, nothing is loaded.
 
     Args:
-        dtype: as ``WorkerConfig.dtype``.
+        dtype, weights: as in ``WorkerConfig``.
 
     Raises:
         ModelError: as ``load_model`` does for anything that shows without reading weights.
     """
     raw = model_config.read_json(folder / "config.json")
-    return memory_plan.weight_uses(*_matched(architecture(raw), folder), dtype_name(dtype, raw))
+    shapes = architecture(raw)
+    form = WeightsForm.of(shapes, weights, on_gpu=on_gpu)
+    return memory_plan.weight_uses(*_matched(shapes, folder, form), dtype_name(dtype, raw))
 
 
-def _matched(shapes: Architecture, folder: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-    expected, found = shapes.tensors(), headers(folder)
+def _matched(shapes: Architecture, folder: Path, form: WeightsForm) -> tuple[dict[str, Expected], dict[str, Stored]]:
+    expected, found = shapes.tensors(in_blocks=form.held), headers(folder)
     demand_match(expected, found, shapes.ignored(found), folder)
     return expected, found
 

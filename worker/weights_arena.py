@@ -47,7 +47,15 @@ def open_model(config: WorkerConfig, driver: Driver | None = None) -> tuple[Mode
         driver = driver or memory_of(store_name(config.device))
     where = store_name(config.device) if config.on_gpu else host_memory(os.sched_getaffinity(0))
     key = _key(plan, layout, where)
-    lease = use_weights(config.kv_socket, worker_id=config.worker_id, key=key, memory=where, model=config.name)
+    told = plan.form.told(config)
+    lease = use_weights(
+        config.kv_socket,
+        worker_id=config.worker_id,
+        key=key,
+        memory=where,
+        model=config.name,
+        form=plan.form.owner,
+    )
     try:
         while (found := lease.found) is not None:
             memory = _mapped(found, layout, driver)
@@ -55,7 +63,7 @@ def open_model(config: WorkerConfig, driver: Driver | None = None) -> tuple[Mode
                 lease.refuse(memory)
                 continue
             lease.use()
-            log.info("weights mapped", num_bytes=layout.num_bytes, memory=where)
+            log.info("weights mapped", form=told, num_bytes=layout.num_bytes, memory=where)
             return _placed(plan, network, layout, memory, found.manifest.weights_digest), lease
         network, digest = plan.load()
         if _key(plan, layout, where) != key:
@@ -66,7 +74,7 @@ def open_model(config: WorkerConfig, driver: Driver | None = None) -> tuple[Mode
         memory = mapped(filled, driver)
         checksums = {place.name: place.checksum(memory) for place in layout.places}
         lease.give(filled, layout.manifest(digest, checksums))
-        log.info("weights loaded", num_bytes=layout.num_bytes, memory=where)
+        log.info("weights loaded", form=told, num_bytes=layout.num_bytes, memory=where)
         return _placed(plan, network, layout, memory, digest), lease
     except BaseException:
         lease.close()
@@ -104,7 +112,7 @@ def _key(plan: Plan, layout: Layout, where: str) -> bytes:
     key = blake2b(digest_size=16, person=b"tailpack-weights")
     folder = plan.config.model
     files = sorted({stored.file for stored in plan.found.values()})
-    made_by = (VERSION, release(), torch.__version__, where, plan.dtype, layout.digest().hex())
+    made_by = (VERSION, release(), torch.__version__, where, plan.dtype, plan.form, layout.digest().hex())
     for part in (*made_by, (folder / "config.json").read_bytes().hex(), *map(_looks, files)):
         key.update(f"{part}\n".encode())
     return key.digest()

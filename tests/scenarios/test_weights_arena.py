@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.linear_cuda import LinearWeight, Link, _check_weight
 from kvstore.arena import Memory
 from kvstore.fd_server import FdServer, deliver
 from kvstore.weights import WeightsStore
@@ -23,9 +24,13 @@ from protos import kvstore_pb2
 from protos.errors import InvalidRequest, ModelError, PreconditionFailed
 from tests.scenarios.fake_gpu import DEVICE, FakeGpu
 from tests.scenarios.kvstore_process import StoreProcess
+from tests.unit.block_checkpoint import SHAPE, write_blocks
 from tests.unit.tiny import config_for, write_model
 from worker import tiny_v4
 from worker.config import WorkerConfig
+from worker.memory_plan import FROM_FP8, IN_BLOCKS, WEIGHTS
+from worker.models.block_weight import BlockWeight
+from worker.models.llama import PRODUCTS, Llama
 from worker.weights import Model, Plan, load_model
 from worker.weights_arena import open_model
 from worker.weights_layout import Layout, tensors
@@ -58,7 +63,11 @@ def config_at(store: StoreProcess, model: Path, **changes: Any) -> WorkerConfig:
 def same(one: Model, other: Model) -> bool:
     mine, theirs = dict(tensors(one.network)), dict(tensors(other.network))
     assert mine.keys() == theirs.keys()
-    return all(torch.equal(mine[path], theirs[path]) for path in mine) and one.info == other.info
+    return all(torch.equal(bits(mine[path]), bits(theirs[path])) for path in mine) and one.info == other.info
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -273,6 +282,65 @@ def test_a_gpus_weights_go_the_same_way(store: StoreProcess, model: Path, monkey
     assert store.stats().weights[0].num_bytes == sum(memory.chunk_bytes)
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    monkeypatch.setattr("worker.weights.torch_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr("worker.weights_arena.store_name", lambda device: DEVICE)
+    monkeypatch.setattr("kvstore.arena.CHUNK_BYTES", 128 << 10)
+    return FakeGpu()
+
+
+ON_GPU = {"device": "cuda:0", "dtype": "bfloat16", "decode_graphs": True}
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["quantised", "as stored"])
+def test_weights_in_fp8_blocks_go_the_same_way(
+    store: StoreProcess, tmp_path: Path, stored: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes and scales, where kernels may read them; apart from those of another form."""
+    folder = (write_blocks if stored else write_model)(tmp_path / "m", **{**SHAPE, "hidden_size": 640})
+    in_blocks = config_at(store, folder, **ON_GPU, weights="" if stored else "fp8_block")
+    plain = replace(in_blocks, weights="bf16")
+    loaded = [load_model(config) for config in (in_blocks, plain)]
+    leases = [open_model(config, gpu)[1] for config in (in_blocks, plain)]
+    assert [told.form for told in store.stats().weights] == [IN_BLOCKS, FROM_FP8 if stored else WEIGHTS]
+    sizes = [told.num_bytes for told in store.stats().weights]
+    assert sizes[0] < 0.75 * sizes[1], "the embedding is as it was"
+    monkeypatch.setattr(Plan, "load", None)  # whoever would load fails
+    for config, before in zip((in_blocks, plain), loaded, strict=True):
+        found, lease = open_model(config, gpu)
+        leases.append(lease)
+        assert same(found, before) and found.form == before.form
+        assert isinstance(found.network, Llama)
+        for layer in found.network.layers:
+            for name in PRODUCTS:
+                weight = getattr(layer, name)
+                assert isinstance(weight, BlockWeight) == (config is in_blocks)
+                if isinstance(weight, BlockWeight):
+                    linear = LinearWeight(weight.codes, weight.scales, gated=name == "gate_up")
+                    _check_weight(Link(linear), torch.bfloat16, 8)
+                    assert weight.padded_scales.stride(0) % 4 == 0 and not weight.padded_scales[:, 5:].any()
+    if stored:  # asked for by name it is the same memory
+        leases.append(open_model(replace(in_blocks, weights="fp8_block"), gpu)[1])
+    assert len(store.stats().weights) == 2
+    for lease in leases:
+        lease.close()
+
+
+@pytest.mark.parametrize("first", ["bf16", "fp8_block"])
+def test_weights_of_another_form_are_refused_though_the_key_were_the_same(
+    store: StoreProcess, tmp_path: Path, first: str, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.weights_arena._key", lambda *_: KEY)
+    before, folder = given_up(store), write_model(tmp_path / "m", **SHAPE)
+    forms = [first, "fp8_block" if first == "bf16" else "bf16"]
+    configs = [config_at(store, folder, **ON_GPU, weights=form) for form in forms]
+    open_model(configs[0], gpu)[1].close()
+    opened, lease = open_model(configs[1], gpu)
+    assert same(opened, load_model(configs[1])) and given_up(store) == before + 1
+    lease.close()
+
+
 def test_a_v4_is_laid_out_without_its_weights(tmp_path: Path) -> None:
     plan = Plan.of(config_for(tiny_v4.model_folder(tmp_path)))
     loaded = plan.load()[0]
@@ -295,6 +363,7 @@ def test_what_a_store_is_told_of_weights_is_checked(store: StoreProcess) -> None
         {**opened, "memory": "disk"},
         {**opened, "model": ""},
         {**opened, "model": "m" * 201},
+        {**opened, "form": "f" * 201},
         {**opened, "held": held(0)},
         {**opened, "held": held(1 << 46)},
         {**opened, "held": held(chunk_bytes=[4096])},

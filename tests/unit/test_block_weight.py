@@ -34,7 +34,6 @@ SETTINGS: Mapping[str, Any] = {
     "device": "cuda:0",
     "dtype": "bfloat16",
     "decode_graphs": True,
-    "weights_arena": False,
     "weights": "fp8_block",
 }
 
@@ -94,7 +93,6 @@ def test_a_head_tied_to_the_embedding_stays(monkeypatch: pytest.MonkeyPatch, tmp
         ({"weights": "int4"}, "weights is not known"),
         ({"device": "cpu:0", "decode_graphs": False}, "would not engage"),
         ({"decode_graphs": False}, "would not engage"),
-        ({"weights_arena": True}, "would not engage"),
     ],
     ids=str,
 )
@@ -110,7 +108,7 @@ def test_another_dtype_is_refused(folder: Path) -> None:
 
 def test_features_show_it_with_its_record(folder: Path) -> None:
     config: WorkerConfig = config_for(folder, **SETTINGS)
-    geometry = load_model(config).geometry
-    (told,) = (switch for switch in switches(config, geometry, "sm_90a") if switch.name == "weights")
+    model = load_model(config)
+    (told,) = (each for each in switches(config, model.geometry, "sm_90a", model.form) if each.name == "weights")
     assert (told.configured, told.engaged) == ("fp8_block", "fp8_block")
     assert (Path("tests/bench/results") / told.evidence).name.startswith("h200-few_rows")

@@ -22,6 +22,7 @@ from tests.unit.test_engine_v4 import GAP, SMALL, prompt, quiet, running
 from tests.unit.tiny import config_for, request
 from worker.models.deepseek_v4_geometry import cache_geometry, with_raw_mode
 from worker.switches import switches
+from worker.weights_form import AS_STORED
 
 MODES = {
     "dense": ("dense", ""),
@@ -186,7 +187,7 @@ def test_guesses_change_no_token(reference: Callable[..., Reference], determinis
 def test_what_kernels_do_and_what_they_do_not_is_said(width: int, mode: str, packing: str) -> None:
     config = config_for(Path("none"), kv_mode=mode, device="cuda:0")
     geometry = with_raw_mode(cache_geometry(tiny_config(head_dim=width), "bfloat16"), *MODES[mode])
-    told = {switch.name: switch.engaged for switch in switches(config, geometry, "sm_90a")}
+    told = {switch.name: switch.engaged for switch in switches(config, geometry, "sm_90a", AS_STORED)}
     assert (told["attention"], told["packing"]) == ("PyTorch on sm_90a", packing)
 
 

@@ -12,6 +12,7 @@ from protos import types_pb2
 from router.features_cli import gathered
 from worker.config import WorkerConfig
 from worker.switches import switches
+from worker.weights_form import AS_STORED
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
@@ -34,34 +35,36 @@ def by_name(found: list[types_pb2.Switch]) -> dict[str, types_pb2.Switch]:
 
 def test_evidence_is_a_run_on_this_arch_at_this_width() -> None:
     asked = config(kv_mode="turboquant")
-    measured = by_name(switches(asked, geometry("turboquant"), "sm_90a"))["kv-mode"]
+    measured = by_name(switches(asked, geometry("turboquant"), "sm_90a", AS_STORED))["kv-mode"]
     assert measured.evidence == next(run.record for run in widths.MEASURED if run.width == 128)
     assert measured.engaged == "kv: turboquant tq4"
-    assert not by_name(switches(asked, geometry("turboquant"), "sm_80"))["kv-mode"].evidence
-    assert not by_name(switches(asked, geometry("turboquant", 32), "sm_90a"))["kv-mode"].evidence
-    assert not by_name(switches(asked, geometry("turboquant"), ""))["attention"].evidence, "no run of it on a CPU"
+    assert not by_name(switches(asked, geometry("turboquant"), "sm_80", AS_STORED))["kv-mode"].evidence
+    assert not by_name(switches(asked, geometry("turboquant", 32), "sm_90a", AS_STORED))["kv-mode"].evidence
+    assert not by_name(switches(asked, geometry("turboquant"), "", AS_STORED))["attention"].evidence, (
+        "no run of it on a CPU"
+    )
 
 
 def test_captured_steps_and_a_steps_time_are_told_with_their_run() -> None:
     on = config(decode_graphs=True, device="cuda:0")
-    found = by_name(switches(on, geometry("dense"), "sm_90a"))
+    found = by_name(switches(on, geometry("dense"), "sm_90a", AS_STORED))
     graphs, budget = found["decode-graphs"], found["step-time-budget"]
     assert (graphs.configured, graphs.engaged) == ("on", "on")
     assert (RESULTS / graphs.evidence).is_file() and graphs.evidence
-    assert not by_name(switches(on, geometry("dense"), "sm_80"))["decode-graphs"].evidence
+    assert not by_name(switches(on, geometry("dense"), "sm_80", AS_STORED))["decode-graphs"].evidence
     assert budget.configured == budget.engaged == "twice the decode rows' own time"
-    off = by_name(switches(config(), geometry("dense"), ""))
+    off = by_name(switches(config(), geometry("dense"), "", AS_STORED))
     assert (off["decode-graphs"].configured, off["decode-graphs"].engaged) == ("off", "")
     assert (off["step-time-budget"].configured, off["step-time-budget"].engaged) == ("off", "")
-    limited = by_name(switches(config(step_time_budget_ms=20), geometry("dense"), ""))["step-time-budget"]
+    limited = by_name(switches(config(step_time_budget_ms=20), geometry("dense"), "", AS_STORED))["step-time-budget"]
     assert limited.configured == limited.engaged == "20 ms"
 
 
 def test_what_was_asked_for_and_does_not_run_is_not_engaged() -> None:
-    found = switches(config(kv_mode="turboquant"), geometry("dense"), "")
+    found = switches(config(kv_mode="turboquant"), geometry("dense"), "", AS_STORED)
     (mode,) = (f for f in gathered([("worker-0", found)]) if f.name == "kv-mode")
     assert mode.state == "not engaged"
-    found = switches(config(), geometry("dense"), "")
+    found = switches(config(), geometry("dense"), "", AS_STORED)
     states = {f.name: f.state for f in gathered([("worker-0", found)])}
     assert states["kv-mode"] == "engaged"
     assert states["deterministic"] == "off"
@@ -69,6 +72,6 @@ def test_what_was_asked_for_and_does_not_run_is_not_engaged() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_processes_that_agree_are_one_row(same: bool) -> None:
-    one, other = (switches(config(deterministic=d), geometry("dense"), "") for d in (True, same))
+    one, other = (switches(config(deterministic=d), geometry("dense"), "", AS_STORED) for d in (True, same))
     rows = [f for f in gathered([("w0", one), ("w1", other)]) if f.name == "deterministic"]
     assert [row.processes for row in rows] == ([("w0", "w1")] if same else [("w0",), ("w1",)])

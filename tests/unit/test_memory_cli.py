@@ -52,6 +52,18 @@ def test_a_gpus_memory_is_told_to_the_byte() -> None:
     assert gpu.known_bytes + (gpu.other_bytes or 0) + (gpu.free_bytes or 0) == gpu.total_bytes == 4096
 
 
+def test_a_stores_weights_are_told_as_they_are_held() -> None:
+    held = kvstore_pb2.KvStatsResponse(
+        weights=[
+            kvstore_pb2.WeightsStats(model="m", memory=GPU, num_bytes=30, form="weights in FP8 blocks"),
+            kvstore_pb2.WeightsStats(model="older", memory="host:node1", num_bytes=20),
+        ]
+    )
+    host, gpu = gathered([], {"here": [held]})
+    assert (host.memory, host.uses) == ("host", [Use("older", "weights", 20)])
+    assert gpu.uses == [Use("m", "weights in FP8 blocks", 30)]
+
+
 def test_host_memory_is_told_by_machine() -> None:
     uses = {("host", "weights"): 10, ("host", "process"): 5}
     workers = [worker("w0", "here", uses), worker("w1", "there", uses)]

@@ -15,11 +15,14 @@ from worker.batch import Batch
 from worker.kv_view import KvView, Workspace
 from worker.models import layers
 from worker.models.attention import Attend, attend
-from worker.models.block_weight import BlockWeight, Weight
+from worker.models.block_weight import DEQUANTIZE, BlockWeight, Weight
 from worker.models.layers import Weights, rms_norm, rope_tables, rotate
+from worker.quantization import SCALE
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
+_QKV, _GATE_UP = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+LAYER_PRODUCTS = (*_QKV, "self_attn.o_proj", *_GATE_UP, "mlp.down_proj")  # modules of a layer, in Hugging Face's naming
 FULL, WINDOWED = "full", "window"
 """Layer groups: layers that attend to everything, and those with a sliding window."""
 
@@ -175,6 +178,7 @@ class Llama:
         config: parsed shapes.
         raw: config.json, for the rotary embedding.
         weights: every tensor of ``config.tensors()``; taken out as they are used, so that fusing needs little room.
+            A product's may be codes of FP8 blocks; then their scales are beside them.
         max_sequence_tokens: how many positions are prepared.
     """
 
@@ -189,7 +193,8 @@ class Llama:
         self.embed = weights.pop("model.embed_tokens.weight")
         self.norm = weights.pop("model.norm.weight")
         self.lm_head: Weight = self.embed if config.tied else weights.pop("lm_head.weight")
-        self.layers = [_take_layer(weights, f"model.layers.{i}.") for i in range(config.num_layers)]
+        dtype = self.embed.dtype
+        self.layers = [_take_layer(weights, f"model.layers.{i}.", dtype) for i in range(config.num_layers)]
         cos, sin = rope_tables(raw, config.head_dim, max_sequence_tokens)
         self.cos, self.sin = (table.to(self.embed).unsqueeze(1) for table in (cos, sin))
 
@@ -198,14 +203,14 @@ class Llama:
         """Where the weights are, and every tensor of a forward pass."""
         return self.embed.device
 
-    def use_blocks(self) -> None:
+    def use_blocks(self, *, head: bool = True) -> None:
         """Quantise the products' weights to blocks of FP8, layer by layer, and let the originals go. The embedding
         stays, so that a head that is tied to it does. Raises ModelError: NO_BLOCKS, a width is no multiple of 128."""
         for index, layer in enumerate(self.layers):
             if not isinstance(layer.qkv, BlockWeight):
                 qkv, o, gate_up, down = (BlockWeight.of(getattr(layer, name), name) for name in PRODUCTS)
                 self.layers[index] = replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
-        if not self.config.tied and not isinstance(self.lm_head, BlockWeight):
+        if head and not self.config.tied and not isinstance(self.lm_head, BlockWeight):
             self.lm_head = BlockWeight.of(self.lm_head, "lm_head")
 
     @property
@@ -271,31 +276,45 @@ class Llama:
         ).float()
 
 
-def _take_layer(weights: Weights, at: str) -> _Layer:
-    def fused(names: tuple[str, ...], kind: str) -> torch.Tensor | None:
-        parts = [part for name in names if (part := weights.pop(f"{at}{name}.{kind}", None)) is not None]
-        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
+def _take_layer(weights: Weights, at: str, dtype: torch.dtype) -> _Layer:
+    def bias(*names: str) -> torch.Tensor | None:
+        parts = [part for name in names if (part := weights.pop(f"{at}{name}.bias", None)) is not None]
+        return _joined(parts) if parts else None
 
-    def one(name: str) -> torch.Tensor:
-        return weights.pop(at + name)
+    def product(*names: str) -> Weight:
+        parts = [weights.pop(f"{at}{name}.weight") for name in names]
+        scales = [weights.pop(f"{at}{name}.weight{SCALE}", None) for name in names]
+        there = [each for each in scales if each is not None]
+        if not there:
+            return _joined(parts)
+        what = f"{at}{', '.join(names)}"
+        if len(there) < len(names):
+            raise ModelError(
+                f"{what} are one product here: all of them are in blocks of FP8, or none",
+                reason="NO_BLOCKS",
+                given=f"{len(there)} of {len(names)} in blocks",
+                hint=DEQUANTIZE,
+            )
+        return BlockWeight.joined(parts, there, dtype, what)
 
-    qkv, gate_up = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
-    qkv_weight, gate_up_weight = fused(qkv, "weight"), fused(gate_up, "weight")
-    assert qkv_weight is not None and gate_up_weight is not None
     return _Layer(
-        input_norm=one("input_layernorm.weight"),
-        qkv=qkv_weight,
-        qkv_bias=fused(qkv, "bias"),
+        input_norm=weights.pop(at + "input_layernorm.weight"),
+        qkv=product(*_QKV),
+        qkv_bias=bias(*_QKV),
         q_norm=weights.pop(at + "self_attn.q_norm.weight", None),
         k_norm=weights.pop(at + "self_attn.k_norm.weight", None),
-        o=one("self_attn.o_proj.weight"),
-        o_bias=weights.pop(at + "self_attn.o_proj.bias", None),
-        post_norm=one("post_attention_layernorm.weight"),
-        gate_up=gate_up_weight,
-        gate_up_bias=fused(gate_up, "bias"),
-        down=one("mlp.down_proj.weight"),
-        down_bias=weights.pop(at + "mlp.down_proj.bias", None),
+        o=product("self_attn.o_proj"),
+        o_bias=bias("self_attn.o_proj"),
+        post_norm=weights.pop(at + "post_attention_layernorm.weight"),
+        gate_up=product(*_GATE_UP),
+        gate_up_bias=bias(*_GATE_UP),
+        down=product("mlp.down_proj"),
+        down_bias=bias("mlp.down_proj"),
     )
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
