@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from kernels.linear_cuda import LinearWeight, Link, _check_weight
+from kernels.linear_cuda import LinearWeight, Link
 from protos.errors import ConfigError, ModelError, TailpackError
+from tests.kernels.emulator import needs_compiler
+from tests.kernels.test_linear_on_cpu import chain_of, run, worst
 from tests.unit.block_checkpoint import QUANTIZATION, SCALE_DTYPES, write_blocks, write_dequantized
 from tests.unit.fake_gpu_kernels import ARCH, FakeGpuKernels
 from tests.unit.test_llama import reference, same_as_reference
@@ -77,14 +80,28 @@ def test_a_gpu_holds_codes_and_scales_as_the_files_have_them(tmp_path: Path, sca
             assert torch.equal(bits(weight.codes), torch.cat([bits(stored[part]) for part in parts]))
             by_block = torch.cat([stored[f"{part}_scale_inv"].float() for part in parts])
             assert weight.scales.dtype == torch.float32 and torch.equal(weight.scales, by_block)
-            linear = LinearWeight(weight.codes, weight.scales, gated=product == "gate_up")
-            _check_weight(Link(linear), torch.bfloat16, 8)  # what the kernel demands of their places
     for held, name in ((network.lm_head, "lm_head.weight"), (network.embed, "model.embed_tokens.weight")):
         assert isinstance(held, torch.Tensor) and torch.equal(held, stored[name])
     uses = {use.owner: use.num_bytes for use in model.uses}
     assert uses.keys() == {WEIGHTS, IN_BLOCKS}
     assert sum(uses.values()) == network.weight_bytes + 2 * 640 * 5, "norms beside them"
     assert model.info.num_parameters == sum(t.numel() for name, t in stored.items() if "_scale_inv" not in name)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("on_gpu")
+def test_the_kernel_multiplies_by_the_values_that_the_files_stand_for(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    folder = write_blocks(tmp_path / "model", hidden_size=640, num_hidden_layers=1)
+    network = load_model(config_for(folder, **GPU)).network
+    assert isinstance(network, Llama)
+    plain = load_file(write_dequantized(tmp_path / "plain", folder) / "model.safetensors")
+    for product, names in PARTS.items():
+        held = getattr(network.layers[0], product)
+        x = torch.randn(2, held.codes.shape[1]).to(torch.bfloat16)
+        got = run(chain_of(Link(LinearWeight(held.codes, held.scales, gated=product == "gate_up"))), x, None, seed=1)
+        want = [F.linear(x.double(), plain[f"model.layers.0.{name}.weight"].double()) for name in names]
+        assert worst(got, F.silu(want[0]) * want[1] if product == "gate_up" else torch.cat(want, dim=-1)) < 1e-2
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["in blocks", "dequantised"])
@@ -103,7 +120,9 @@ def test_tokens_are_those_of_a_plain_model_of_the_same_values(
         same_as_reference(model, prompt, tokens[f"r{i}"])
 
 
-def test_a_cpu_holds_exactly_code_times_scale(tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize("shape", [{}, {"hidden_size": 200, "head_dim": 40}], ids=["blocks", "parts of blocks"])
+def test_a_cpu_holds_exactly_code_times_scale(tmp_path: Path, shape: dict[str, int]) -> None:
+    folder = write_blocks(tmp_path / "model", **shape)
     model = load_model(config_for(folder))
     plain = load_model(config_for(write_dequantized(tmp_path / "plain", folder)))
     mine, theirs = dict(tensors(model.network)), dict(tensors(plain.network))

@@ -9,13 +9,20 @@ import pytest
 from click.testing import CliRunner
 
 from protos.errors import CapacityError, ConfigError
+from tests.unit.block_checkpoint import write_blocks
 from tests.unit.tiny import write_model
 from worker import cluster_config, demo
 from worker.actor import actor_options
 from worker.cli import demo as demo_command
-from worker.cluster_config import DEFAULT_GPU_ARENA_BYTES, GPU_HEADROOM_BYTES, ClusterConfig, arena_bytes_of
+from worker.cluster_config import (
+    DEFAULT_GPU_ARENA_BYTES,
+    GPU_HEADROOM_BYTES,
+    ClusterConfig,
+    arena_bytes_of,
+    memory_table,
+)
 from worker.gpu import Gpu
-from worker.memory_plan import total
+from worker.memory_plan import FROM_FP8, IN_BLOCKS, total
 from worker.weights import planned_uses
 
 GPUS = tuple(Gpu(i, f"GPU-{i}0000000-1111-2222-3333-444444444444", "NVIDIA H200", 139 << 30) for i in range(2))
@@ -98,6 +105,28 @@ def test_arenas_take_what_the_fullest_gpu_has_left(model: Path, machine: dict[st
     with pytest.raises(CapacityError) as caught:
         config(model)
     assert caught.value.reason == "MODEL_TOO_LARGE"
+
+
+def test_weights_count_as_they_will_be_held(tmp_path: Path, machine: dict[str, Any]) -> None:
+    """And what would not engage is refused before anything starts."""
+    folder = write_blocks(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    room = []
+    for settings, owner in (({}, IN_BLOCKS), ({"weights": "bf16"}, FROM_FP8), ({"device": "cpu"}, FROM_FP8)):
+        made = config(folder, kv_bytes=1 << 20, **settings)
+        (held,) = (use for use in memory_table(made, 1 << 20) if "FP8" in use.owner)
+        assert held.owner == owner
+        room.append(held.num_bytes)
+    assert 1.9 * room[0] < room[1] == room[2] / 2
+    weights = total(planned_uses(folder, "bfloat16", on_gpu=True))
+    machine["free"] = GPU_HEADROOM_BYTES + weights + (2 << 20)
+    assert arena_bytes_of(config(folder, kv_bytes=2 << 20)) == 2 << 20
+    with pytest.raises(CapacityError, match="weights"):
+        config(folder, kv_bytes=2 << 20, weights="bf16")
+    for settings in ({"dtype": "float16", "decode_graphs": True}, {"device": "cpu", "weights": "bf16"}):
+        with pytest.raises(ConfigError) as caught:
+            config(folder, **settings)
+        assert caught.value.reason == "WEIGHTS_NOT_ENGAGED"
 
 
 @pytest.mark.parametrize(
