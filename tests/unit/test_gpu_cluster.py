@@ -123,9 +123,10 @@ def test_weights_count_as_they_will_be_held(tmp_path: Path, machine: dict[str, A
     assert arena_bytes_of(config(folder, kv_bytes=2 << 20)) == 2 << 20
     with pytest.raises(CapacityError, match="weights"):
         config(folder, kv_bytes=2 << 20, weights="bf16")
-    for settings in ({"dtype": "float16", "decode_graphs": True}, {"device": "cpu", "weights": "bf16"}):
+    refused: list[dict[str, Any]] = [{"dtype": "float16", "decode_graphs": True}, {"device": "cpu", "weights": "bf16"}]
+    for asked in refused:
         with pytest.raises(ConfigError) as caught:
-            config(folder, **settings)
+            config(folder, **asked)
         assert caught.value.reason == "WEIGHTS_NOT_ENGAGED"
 
 
