@@ -15,6 +15,7 @@ from protos import kvstore_pb2
 from protos.errors import CapacityError
 from protos.page_hash import PAGE_TOKENS
 from worker.decode_graphs import BUCKETS
+from worker.decode_state import STOPS
 from worker.families import LlamaArchitecture
 from worker.gpu_kernels import attention_kernels
 from worker.kv_view import TORCH_DTYPES
@@ -128,7 +129,7 @@ def _decode(shapes: LlamaConfig, geometry: CacheGeometry, item: int, rows: int, 
     largest weight that a product of many rows makes anew out of FP8 blocks, in the graphs' pool.
     """
     pages = -(-tokens // PAGE_TOKENS)
-    words = 1 + rows * (10 + len(geometry.groups) * (2 + pages) + -(-shapes.vocab_size // 32))
+    words = 1 + rows * (10 + STOPS + len(geometry.groups) * (2 + pages) + -(-shapes.vocab_size // 32))
     heads = shapes.q_heads + 2 * shapes.kv_heads
     values = 3 * shapes.hidden + (heads + shapes.q_heads) * shapes.head_dim + 3 * shapes.intermediate
     tables = 2 * tokens * shapes.head_dim
