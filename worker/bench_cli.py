@@ -74,7 +74,7 @@ def engine(
     tailpack bench engine                                   SmolLM2, one sequence
     tailpack bench engine --kv dense --against tq4          two KV modes in one run
     tailpack bench engine --sequences 32 --prompt-tokens 16384 --set decode-graphs=on --against decode-graphs=off
-    tailpack bench engine --model config.json --set decode-graphs=on,weights=fp8_block,weights-arena=off
+    tailpack bench engine --model config.json --set decode-graphs=on,weights=fp8_block
 
     It is the engine that a worker runs, over KV memory in this process. Prompts are computed, --warm-up tokens drawn,
     then windows of --tokens tokens of every sequence are timed; two configurations take turns, so that what slows the

@@ -6,7 +6,7 @@ Each opening is a fresh process that is killed (SIGKILL) while it holds the mode
 tensor, and all openings must give the same. Cases: "loaded" without an arena; "made", the first with one; "mapped", the
 others. Then two processes at once, and what the GPU's memory is while both map, when both are gone, and when the store
 is gone too. One JSON line each; exit status 1 where a sum or the memory is not as it must be. Files are in the page
-cache: what a cold disk adds is not measured.
+cache: what a cold disk adds is not measured. --weights fp8_block: the same, quantised as they are loaded.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SLACK_MIB = 8
 # --- the opening process ---
 
 
-def role(folder: Path, socket: Path, device: str, arena: bool) -> None:
+def role(folder: Path, socket: Path, device: str, weights: str, arena: bool) -> None:
     started = time.monotonic()
     imports_ms = _age_ms()
     import torch
 
     from protos import logs
     from worker import weights_arena
-    from worker.config import WorkerConfig
+    from worker.config import FP8_BLOCK, WorkerConfig
     from worker.weights import Plan, load_model
     from worker.weights_layout import Layout, tensors
 
@@ -70,6 +70,8 @@ def role(folder: Path, socket: Path, device: str, arena: bool) -> None:
         worker_id=f"w{os.getpid()}",
         dtype="bfloat16",
         device="cuda:0" if device != "cpu" else "cpu:0",
+        weights=weights,
+        decode_graphs=weights == FP8_BLOCK,
     )
     for name in ("mapped", "damaged", "fill", "use_weights"):
         setattr(weights_arena, name, partial(timed, name, getattr(weights_arena, name)))
@@ -160,9 +162,10 @@ def write_model(folder: Path, gib: float) -> int:
 class Opening:
     """A process that holds the model until it is killed."""
 
-    def __init__(self, folder: Path, socket: Path, device: str, *, arena: bool) -> None:
+    def __init__(self, folder: Path, socket: Path, device: str, weights: str, *, arena: bool) -> None:
         command = [sys.executable, "-m", "tests.bench.bench_weights", "--role", "--device", device]
         command += ["--folder", str(folder), "--socket", str(socket), "--arena" if arena else "--no-arena"]
+        command += ["--weights", weights]
         began = time.monotonic()
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
@@ -197,6 +200,7 @@ def settled_mib(device: str, wanted: int | None) -> int | None:
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--gib", default=0.25, show_default=True)
+@click.option("--weights", default="", help="As for `tailpack up`.")
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--records", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--commit", default="")
@@ -208,6 +212,7 @@ def settled_mib(device: str, wanted: int | None) -> int | None:
 def main(
     device: str,
     gib: float,
+    weights: str,
     repeats: int,
     records: Path | None,
     commit: str,
@@ -219,17 +224,18 @@ def main(
 ) -> None:
     if be_role:
         assert folder is not None and socket is not None
-        role(folder, socket, device, arena)
+        role(folder, socket, device, weights, arena)
         return
     ends = time.monotonic() + seconds
     wrong: list[str] = []
     lines: list[dict[str, Any]] = []
+    form = f" --weights {weights}" if weights else ""
     where = {
         "machine": _machine(device),
         "versions": _versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "command": f"python3 -m tests.bench.bench_weights --device {device} --gib {gib:g} --repeats {repeats}",
+        "command": f"python3 -m tests.bench.bench_weights --device {device} --gib {gib:g} --repeats {repeats}{form}",
         "kind": "measured",
     }
 
@@ -238,7 +244,7 @@ def main(
         split = {key: statistics.median(r[key] for r in rounds) for key in rounds[0] if key.endswith("_ms")}
         line = {
             "bench": "weights",
-            "case": f"{case}, {gib:g} GiB, {device}",
+            "case": f"{case}, {gib:g} GiB{f', {weights}' if weights else ''}, {device}",
             "value": statistics.median(times),
             "unit": "ms",
             "spread": [min(times), max(times)],
@@ -268,7 +274,7 @@ def main(
                 for case in ["loaded"] * min(2, repeats) + ["made"] + ["mapped"] * repeats:
                     if time.monotonic() > ends and opened["mapped"]:
                         break
-                    one = Opening(model, at, device, arena=case != "loaded")
+                    one = Opening(model, at, device, weights, arena=case != "loaded")
                     opened[case].append(one.told)
                     one.kill()
                 for case, rounds in opened.items():
@@ -277,7 +283,7 @@ def main(
                     wrong.append(f"sums differ: {sums}")
                 weights_mib = opened["made"][0]["bytes"] >> 20
                 idle = settled_mib(device, before + weights_mib if before is not None else None)
-                pair = [Opening(model, at, device, arena=True) for _ in range(2)]
+                pair = [Opening(model, at, device, weights, arena=True) for _ in range(2)]
                 both = used_mib(device)
                 for one in pair:
                     one.kill()
