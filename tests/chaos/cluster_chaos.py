@@ -1,4 +1,6 @@
-"""Chaos on a whole cluster: ``tailpack up`` with Ray, two workers and a router, and callers who use our client."""
+"""Chaos on a whole cluster: ``tailpack up`` with Ray, two workers, perhaps a warm standby of each, and a router, and
+callers who use our client.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,7 @@ from tests.e2e.cluster import (
 )
 from worker.cluster import DEATHS_S, MAX_DEATHS
 
+PLAIN, STANDBY = KINDS = ("cluster", "cluster+standby")
 NUM_ASKS = 8
 PAUSE_S = 1.0
 ALL_UP_SHARE = 0.3  # Ray takes seconds to bring a worker back
@@ -43,19 +46,30 @@ VICTIMS: Victims = [
     (("worker-0", "worker-1"), 4),
     (("router", "worker-1"), 10),
 ]
+STANDBY_VICTIMS: Victims = [
+    *VICTIMS,
+    (("standby-0",), 14),
+    (("standby-1",), 14),
+    (("worker-0", "standby-0"), 14),
+    (("worker-0", "standby-0", "worker-1", "standby-1"), 4),
+    (("kvstore", "standby-1"), 6),
+]
 
 
-async def run(seed: int, num_blows: int, folder: Path) -> Report:
+async def run(seed: int, num_blows: int, folder: Path, *, standby: bool = False) -> Report:
     """One cluster, from its start to its end, under a plan of blows.
 
     Args:
         num_blows: signals that find somebody alive; one or two more where several are hit at once.
         folder: for the model and the cluster's files.
+        standby: each worker has one, which is hit as well.
 
     Raises:
         RoundFailed: a stream was not what it must be, or something is left.
     """
-    report, began, before = Report("cluster", seed), time.monotonic(), shared_memory_files()
+    report = Report(STANDBY if standby else PLAIN, seed)
+    began, before = time.monotonic(), shared_memory_files()
+    victims, options = (STANDBY_VICTIMS, [*OPTIONS, "--standby"]) if standby else (VICTIMS, OPTIONS)
     model = folder / "tiny"
     if not model.exists():
         write_tiny_model(model)
@@ -64,7 +78,7 @@ async def run(seed: int, num_blows: int, folder: Path) -> Report:
     )
     files = folder / f"cluster-{seed}"
     files.mkdir()
-    with running(files, model, OPTIONS) as cluster:
+    with running(files, model, options) as cluster:
         report.parts_s["start"] = round(time.monotonic() - began, 2)
         try:
             async with AsyncTailpack(cluster.router, retry=PATIENT) as client:
@@ -76,12 +90,14 @@ async def run(seed: int, num_blows: int, folder: Path) -> Report:
                     random.Random(f"streams {seed}"),
                     dict(zip(wanted, answers, strict=True)),
                 )
-                blows = plan(seed, VICTIMS, pause_s=PAUSE_S, routers=True, all_up_share=ALL_UP_SHARE)
+                blows = plan(seed, victims, pause_s=PAUSE_S, routers=True, all_up_share=ALL_UP_SHARE)
                 with report.part("blows"):
                     await _under_blows(cluster, client, streams, num_blows, blows, report)
                 with report.part("idle"):
                     await _idle(cluster, client)
             report.streams, report.counts = len(streams.ended), streams.counts
+            if standby:
+                report.counts["standby took over"] = cluster.log.count("'s standby took over")
             report.tokens = sum(len(stream.got) for stream in streams.ended)
             processes = cluster.descendants()
             with report.part("stop"):
@@ -97,6 +113,11 @@ async def run(seed: int, num_blows: int, folder: Path) -> Report:
             raise RoundFailed(f"{told}\n{cluster.log[-3000:]}", kept) from failure
     report.seconds = round(time.monotonic() - began, 3)
     return report
+
+
+def kind_of(seed: int) -> str:
+    """Which of KINDS a seed plays."""
+    return random.Random(f"kind {seed}").choice(KINDS)
 
 
 async def _under_blows(
@@ -142,7 +163,7 @@ async def _deal(
     while report.blows < num_blows:
         blow = next(blows)
         if blow.all_up:
-            await _all_up(cluster, client, doomed)
+            await _all_up(cluster, client, doomed, standby=report.setting == STANDBY)
         await asyncio.sleep(blow.after_s)
         assert cluster.process.poll() is None, "`up` has ended"
         there = await asyncio.to_thread(processes_of, cluster)
@@ -169,8 +190,10 @@ async def _deal(
     await asyncio.gather(*going_on)
 
 
-async def _all_up(cluster: ClusterProcess, client: AsyncTailpack, doomed: list[psutil.Process]) -> None:
-    """Waits until what was hit is gone, the router has every worker, and the store as well."""
+async def _all_up(
+    cluster: ClusterProcess, client: AsyncTailpack, doomed: list[psutil.Process], *, standby: bool
+) -> None:
+    """Waits until what was hit is gone, the router has every worker, the store as well, and every standby waits."""
     deadline = time.monotonic() + HANG_S
     assert await asyncio.to_thread(wait_gone, doomed, HANG_S) == []
     doomed.clear()
@@ -179,8 +202,10 @@ async def _all_up(cluster: ClusterProcess, client: AsyncTailpack, doomed: list[p
             workers = await client.list_workers()
             devices = (await asyncio.to_thread(cluster.kv_stats)).devices
             told = f"{[(w.address, w.state, w.why) for w in workers]}, {[(d.device, d.worker_id) for d in devices]}"
-            if all(worker.state == "ready" for worker in workers) and (
-                sum(bool(device.worker_id) for device in devices) == len(workers)
+            if (
+                all(worker.state == "ready" for worker in workers)
+                and sum(bool(device.worker_id) for device in devices) == len(workers)
+                and (not standby or await asyncio.to_thread(_in_queue, cluster))
             ):
                 return
         except TailpackError as away:
@@ -198,21 +223,46 @@ async def _go_on(process: psutil.Process, after_s: float) -> None:
 
 
 def processes_of(cluster: ClusterProcess) -> dict[str, psutil.Process]:
-    """What can be hit now: "kvstore", "router", "worker-0", "worker-1"."""
+    """What can be hit now: "kvstore", "router", "worker-0", "worker-1", and each one's "standby-0", "standby-1". An
+    actor that has not asked for its turn yet has a name that is free, of a worker first.
+    """
     found: dict[str, psutil.Process] = {}
-    workers: list[psutil.Process] = []
+    beginning: list[psutil.Process] = []
     for process in cluster.descendants():
         try:
             command = process.cmdline()
         except psutil.Error:
             continue
         if command and command[0].startswith("ray::WorkerActor"):
-            workers.append(process)
+            if name := _place(process):
+                found[name] = process
+            else:
+                beginning.append(process)
         elif command[3:5] in (["kvstore", "serve"], ["router", "serve"]):
             found[command[3]] = process
-    for index, process in enumerate(sorted(workers, key=lambda worker: worker.pid)):
-        found[f"worker-{index}"] = process
-    return found
+    free = [name for name in ("worker-0", "worker-1", "standby-0", "standby-1") if name not in found]
+    return found | dict(zip(free, sorted(beginning, key=lambda actor: actor.pid), strict=False))
+
+
+def _place(process: psutil.Process) -> str | None:
+    """What the turns' files say (worker/turn.py): who has the lock of "worker-0.turn" is "worker-0", and who has only
+    opened it "standby-0". None: it has opened none.
+    """
+    try:
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            file = link.readlink()
+            if file.suffix == ".turn":
+                has_it = "FLOCK" in Path(f"/proc/{process.pid}/fdinfo/{link.name}").read_text()
+                return file.stem if has_it else file.stem.replace("worker", "standby")
+    except OSError:  # it has ended meanwhile
+        pass
+    return None
+
+
+def _in_queue(cluster: ClusterProcess) -> bool:
+    """Whether each worker's actor and its standby's have asked for their turn."""
+    actors = [process for name, process in processes_of(cluster).items() if name.startswith(("worker", "standby"))]
+    return len(actors) == 4 and None not in map(_place, actors)
 
 
 async def _idle(cluster: ClusterProcess, client: AsyncTailpack) -> None:

@@ -33,7 +33,7 @@ from tests.chaos.blows import Report, RoundFailed
 from tests.chaos.memory_guard import MemoryGrew, MemoryGuard
 from tests.chaos.zygote import Zygote
 
-CLUSTER = "cluster"
+CLUSTER = cluster_chaos.PLAIN
 PROCESS_BLOWS, CLUSTER_BLOWS = 60, 20  # of a round
 EXPECTED_S = {CLUSTER: 150.0, "process": 90.0}  # of a round, until one has been seen
 MAX_ROUND_S = 1200.0
@@ -44,7 +44,7 @@ STOP_S = 60.0  # for a round that is told to end
 
 @dataclass(frozen=True)
 class Round:
-    """``kind``: of settings.KINDS, perhaps with "*N" workers and "+N" routers; or "cluster"."""
+    """``kind``: of settings.KINDS, perhaps with "*N" workers and "+N" routers; or of cluster_chaos.KINDS."""
 
     kind: str
     seed: int
@@ -55,7 +55,7 @@ class Round:
 
     @property
     def level(self) -> str:
-        return CLUSTER if self.kind == CLUSTER else "process"
+        return CLUSTER if self.kind in cluster_chaos.KINDS else "process"
 
     @staticmethod
     def parse(text: str) -> Round:
@@ -67,9 +67,9 @@ class Round:
 ROUNDS = ("dense", "turboquant", "dense*2+2", "recompute", "turboquant*2", "dense*2", "v4", "turboquant+2")
 
 
-def rounds(process: int, cluster: int, seed: int) -> list[Round]:
+def rounds(process: int, cluster: int, seed: int, *, standby: bool = False) -> list[Round]:
     """With so many blows at process level and of whole clusters; these one in two until there are no more, for they
-    take longest.
+    take longest. ``standby``: all clusters have standbys, not just those whose seed says so.
     """
     nodes, number = [], 0
     while process > 0:
@@ -77,7 +77,8 @@ def rounds(process: int, cluster: int, seed: int) -> list[Round]:
         process, number = process - PROCESS_BLOWS, number + 1
     clusters = []
     while cluster > 0:
-        clusters.append(Round(CLUSTER, seed + number, min(cluster, CLUSTER_BLOWS)))
+        kind = cluster_chaos.STANDBY if standby else cluster_chaos.kind_of(seed + number)
+        clusters.append(Round(kind, seed + number, min(cluster, CLUSTER_BLOWS)))
         cluster, number = cluster - CLUSTER_BLOWS, number + 1
     paired = [each for pair in zip(clusters, nodes, strict=False) for each in pair]
     common = len(paired) // 2
@@ -87,8 +88,9 @@ def rounds(process: int, cluster: int, seed: int) -> list[Round]:
 async def play(zygote: Zygote | None, wanted: Round, folder: Path) -> Report:
     """Raises AssertionError, as process_chaos.run and cluster_chaos.run do. A cluster needs no zygote."""
     with MemoryGuard(str(wanted)):
-        if wanted.kind == CLUSTER:
-            return await cluster_chaos.run(wanted.seed, wanted.blows, folder)
+        if wanted.level == CLUSTER:
+            standby = wanted.kind == cluster_chaos.STANDBY
+            return await cluster_chaos.run(wanted.seed, wanted.blows, folder, standby=standby)
         assert zygote is not None
         numbers, _, routers = wanted.kind.partition("+")
         kind, _, workers = numbers.partition("*")
@@ -107,7 +109,7 @@ def play_to_end(wanted: Round, failed_logs: Path | None = None) -> dict[str, Any
     """The round's record, but for what all have in common. Logs of one that fails are copied to ``failed_logs``."""
     with tempfile.TemporaryDirectory(prefix="tp-chaos-") as folder:
         try:
-            if wanted.kind == CLUSTER:
+            if wanted.level == CLUSTER:
                 report = asyncio.run(play(None, wanted, Path(folder)))
             else:
                 with Zygote() as zygote:
@@ -272,6 +274,7 @@ def _summary(lines: list[dict[str, Any]], common: dict[str, Any]) -> list[dict[s
 @click.command()
 @click.option("--process", default=1800, show_default=True, help="Blows at process level.")
 @click.option("--cluster", default=200, show_default=True, help="Blows of whole clusters.")
+@click.option("--standby", is_flag=True, help="All clusters have warm standbys; else the seed decides.")
 @click.option("--seed", default=1, show_default=True, help="Of the first round.")
 @click.option("-j", "at_once", default=(os.cpu_count() or 2) // 2 + 1, show_default=True, help="Rounds at once.")
 @click.option("--seconds", type=float, help="End by then; what is left is for the next run with the same records.")
@@ -284,6 +287,7 @@ def _summary(lines: list[dict[str, Any]], common: dict[str, Any]) -> list[dict[s
 def main(
     process: int,
     cluster: int,
+    standby: bool,
     seed: int,
     at_once: int,
     seconds: float | None,
@@ -299,10 +303,11 @@ def main(
         click.echo(json.dumps(line))
         sys.exit(bool(line["error"]))
     command = f"python -m tests.chaos.run -j {at_once} --process {process} --cluster {cluster} --seed {seed}"
+    command += " --standby" if standby else ""
     common = describe(command, commit)
     lines = _already(file)
     done = {line["case"] for line in lines}
-    left = [each for each in rounds(process, cluster, seed) if str(each) not in done]
+    left = [each for each in rounds(process, cluster, seed, standby=standby) if str(each) not in done]
     deadline = time.monotonic() + (seconds or float("inf"))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     playing = Rounds(left, at_once, file, failed_logs, common, deadline, lines)
