@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -36,6 +36,7 @@ from protos import kvstore_pb2
 from protos.errors import CapacityError, InternalError, InvalidRequest, PreconditionFailed, Unavailable
 
 log = structlog.get_logger("kvstore")
+T = TypeVar("T")
 
 SUSPECT_WAIT_S = 2.0  # a killed process closes its sockets shortly before it counts as gone
 WATCH_EVERY_S = 0.25
@@ -70,15 +71,18 @@ class Attached:
 
 
 class _Claim:
-    """The right to attach to a device; it lasts until the memory that was begun under it is there."""
+    """The right to attach to a device; it lasts until what was begun under it is done: memory that is made or taken
+    over, pages that are compared.
+    """
 
     def __init__(self) -> None:
-        self._ready: asyncio.Task[Device] | None = None
+        self._ready: asyncio.Task[Any] | None = None
 
-    async def finish(self, allocation: Coroutine[Any, Any, Device]) -> Device:
-        # A task of its own: when the caller goes away meanwhile, the memory still ends up with its owner.
-        self._ready = asyncio.create_task(allocation)
-        return await asyncio.shield(self._ready)
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        # A task of its own: when the caller goes away meanwhile, the memory still ends up with its owner, and no thread
+        # reads a device that the next claim changes.
+        self._ready = task = asyncio.create_task(work)
+        return await asyncio.shield(task)
 
     def when_finished(self, do: Callable[[], None]) -> None:
         if self._ready is None or self._ready.done():
@@ -313,7 +317,7 @@ class Attachments:
         if not adopts and len(device.table):
             self._release_orphans(device, "the next worker cannot adopt them")
         if len(device.table):  # whoever died may have written anywhere
-            await asyncio.to_thread(device.compare_pages)
+            await claim.finish(asyncio.to_thread(device.compare_pages))
         return self._attach_to(device, worker_id, living=False)
 
     async def _adopt(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -119,6 +120,31 @@ async def test_the_device_is_busy_until_the_suspect_is_gone(
     victim.kill()
     victim.wait(10)
     assert (await attach(held)).epoch > attached.epoch
+
+
+async def test_the_device_is_busy_until_its_pages_are_compared_also_where_who_asked_went_away(
+    held: Attachments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await attach(held)
+    first.device.open([NewSequence("r", "", [1, 2], 200, b"")])
+    held._detach(first, "lost", goodbye=False)
+    begun, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(first.device, "compare_pages", lambda: begun.set() or go_on.wait(20))
+    going_away = asyncio.create_task(attach(held))
+    try:
+        assert await asyncio.to_thread(begun.wait, 20)
+        going_away.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await going_away
+        with pytest.raises(PreconditionFailed, match="attaches now"):
+            await attach(held)
+        held.look(1e9)  # nor are its sequences taken from under the thread that reads
+        assert held.num_orphans("cpu:0") == 1
+    finally:
+        go_on.set()
+    while held._attaching:
+        await asyncio.sleep(0.01)
+    assert [each.request_id for each in (await attach(held)).adopted] == ["r"]
 
 
 async def test_a_goodbye_leaves_no_suspect_and_no_sequence(held: Attachments, victim: subprocess.Popen[bytes]) -> None:
