@@ -495,6 +495,9 @@ class Engine:
 
     def _schedule(self) -> list[Work]:
         running, budget = self._trials.of(self._running), self._config.prefill_chunk
+        if self._chunk is not None and len(running) < len(self._running):  # a trial's step holds nothing else
+            self._in_step = self._chunk.work
+            self._land_chunk()
         decoding = [s for s in running if decodes(s, self._config.deterministic)]
         asked = self._config.step_time_budget_ms
         timed = not self._by_layers and (asked > 0 or (asked < 0 and self._config.decode_graphs))

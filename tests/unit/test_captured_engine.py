@@ -20,6 +20,7 @@ from tests.unit.torch_step import TorchLayers, TorchStep
 from worker import model_runner
 from worker.decode_rows import DecodeRows
 from worker.decode_state import STOPS
+from worker.trials import Trials
 
 _LIVES = ((120, 20), (3, 9), (270, 12), (30, 4), (14, 16), (250, 30))
 
@@ -249,6 +250,34 @@ def test_a_chunk_lands_while_the_gpu_decodes(captured: Callable[..., Harness], m
     assert told["long"] == want["long"] and harness.tokens("short") == want["short"]
     first = events.index("landed beside a step")
     assert events[:first].count("decode, all launched") == 2 and "landed" not in events
+
+
+def test_a_sequence_on_trial_has_its_step_for_itself_also_where_a_prompt_is_between_its_layers(
+    captured: Callable[..., Harness],
+) -> None:
+    requests = [request(f"short{n}", prompt(n, 20), 60) for n in range(3)] + [request("long", prompt(3, 700), 3)]
+    want = captured().run(*requests)
+    harness = captured(ahead=False)  # as when news comes: else steps go on ahead until the prompt's layers are done
+    engine, steps = harness.engine, []
+    for each in requests[:3]:
+        engine.submit(each)
+    harness.step(3)
+    suspects = [each for each in engine._running if each.request.request_id != "short0"]
+    engine._trials = Trials((each, 1) for each in suspects)
+    land = engine._land
+
+    def landed(flight: Any) -> None:
+        steps.append([w.sequence.request.request_id for w in engine._in_step])
+        land(flight)
+
+    engine._land = landed  # type: ignore[method-assign]
+    engine.submit(requests[3])
+    with pytest.MonkeyPatch.context() as patch:  # a layer a step: the prompt is under way when the trials begin
+        patch.setattr(type(engine), "_budget_s", lambda self: 1e-9)
+        told = harness.run()
+    assert sorted(steps[0]) == ["long", "short0"], "the others first"
+    assert steps[1:3] == [["short1"], ["short2"]]
+    assert {each: told.get(each) or harness.tokens(each) for each in want} == want
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])
