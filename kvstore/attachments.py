@@ -313,7 +313,9 @@ class Attachments:
         self, spec: DeviceSpec, worker_id: str, claim: _Claim, fds: Sequence[int] = (), *, adopts: bool = True
     ) -> Attached:
         """``fds`` of a GPU's memory that the worker made; they are the device's from here on."""
-        device = await self._kept(spec) or await claim.finish(self._allocate(spec, fds))
+        device = await self._kept(spec)
+        if device is None:
+            device = await claim.finish(self._allocate(spec, fds))
         if not adopts and len(device.table):
             self._release_orphans(device, "the next worker cannot adopt them")
         if len(device.table):  # whoever died may have written anywhere

@@ -129,7 +129,12 @@ async def test_the_device_is_busy_until_its_pages_are_compared_also_where_who_as
     first.device.open([NewSequence("r", "", [1, 2], 200, b"")])
     held._detach(first, "lost", goodbye=False)
     begun, go_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(first.device, "compare_pages", lambda: begun.set() or go_on.wait(20))
+
+    def compare() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    monkeypatch.setattr(first.device, "compare_pages", compare)
     going_away = asyncio.create_task(attach(held))
     try:
         assert await asyncio.to_thread(begun.wait, 20)
