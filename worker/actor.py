@@ -35,6 +35,10 @@ log = structlog.get_logger("worker")
 
 LAST_WORDS_S = 5.0
 """How long a worker that could not start stays to tell ``ready`` why, before Ray restarts it."""
+ASKED_S = 0.5
+"""The call may be under way. Where none comes, as at all that Ray starts again, nobody is told: a start that failed
+must not keep its turn, or Ray.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,14 @@ class WorkerActor:
         self._otlp_endpoint = otlp_endpoint
         self._tls = tls
         self._ready: concurrent.futures.Future[Ready] = concurrent.futures.Future()
+        self._asked = threading.Event()  # for ``ready``
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._stop: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         threading.Thread(target=self._main, name="worker", daemon=True).start()
 
     async def ready(self) -> Ready:
         """Waits until requests are taken. Raises the TailpackError that kept the worker from starting."""
+        self._asked.set()
         return await asyncio.shield(asyncio.wrap_future(self._ready))
 
     async def is_ready(self) -> bool:
@@ -116,7 +122,8 @@ class WorkerActor:
             log.error("worker failed", error=str(failure), exc_info=None if named else failure)
             if not self._ready.done():
                 self._ready.set_exception(failure)
-                time.sleep(LAST_WORDS_S)
+                if self._asked.wait(ASKED_S):
+                    time.sleep(LAST_WORDS_S)
             os._exit(1)  # Ray restarts the actor; a half-dead worker must not linger
         self._ended.set_result(None)
 

@@ -52,8 +52,12 @@ async def begin(config: WorkerConfig, stop: asyncio.Event, *doors: str) -> Begun
         came, since = turn.wait(), time.monotonic()
         preparing = asyncio.create_task(_prepare(config))
         preparing.add_done_callback(partial(_failed, over := asyncio.Event()))
-        if not await _either(came, stop, over):
-            return None
+        watching = asyncio.create_task(turn.end_stopped())
+        try:
+            if not await _either(came, stop, over):
+                return None
+        finally:
+            watching.cancel()
         if over.is_set():  # at once, not at its turn; and its last words must not keep the next one from it
             turn.give_back()
             await preparing

@@ -1,7 +1,9 @@
 """Which of several processes is the worker: who holds the lock of a file. The others stand by, and one of them takes
 over as soon as the kernel has taken the lock from a process that ended, however it ended.
 
-So there is nobody who would have to notice the death, choose, or tell: no supervisor, no message.
+So there is nobody who would have to notice the death, choose, or tell: no supervisor, no message. A process that is
+stopped (SIGSTOP) before it has attached is nobody's suspect yet, and would keep its turn for ever: who stands by ends
+it (``end_stopped``).
 """
 
 from __future__ import annotations
@@ -10,7 +12,19 @@ import asyncio
 import fcntl
 import os
 import threading
+import time
 from pathlib import Path
+
+import structlog
+
+from kvstore.suspects import Holder
+
+log = structlog.get_logger("worker")
+
+LOCKS = Path("/proc/locks")
+LOOK_S = 0.5
+STOPPED_S = 5.0
+"""After so long a process that is stopped loses its turn. The kvstore ends one that has attached after a second."""
 
 
 class Turn:
@@ -51,3 +65,49 @@ class Turn:
 
         threading.Thread(target=block, name="turn", daemon=True).start()
         return event
+
+    async def end_stopped(self) -> None:
+        """Kills whoever has the turn and is stopped for STOPPED_S; until cancelled. One that a debugger holds is not
+        stopped.
+        """
+        if not LOCKS.exists():
+            log.warning("who has the turn cannot be seen from here, nor whether it is stopped", missing=str(LOCKS))
+            return
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if (pid := self._holder()) is None:
+                continue
+            holder = Holder(pid)
+            try:
+                # Looked at twice: the descriptor may be of a process that got the pid of the one that ended between.
+                if self._holder() == pid and await _stays_stopped(holder) and self._holder() == pid and holder.kill():
+                    log.warning("the process whose turn it is was stopped, and is ended", pid=pid)
+            finally:
+                holder.close()
+
+    def _holder(self) -> int | None:
+        """The pid of who has the lock; None: nobody, or somebody who cannot be seen from here."""
+        mine = os.fstat(self._fd)
+        for line in LOCKS.read_text().splitlines():
+            # "7: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF"; of who waits: "7: -> FLOCK ..."
+            words = line.split()
+            if words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == mine.st_ino and _has_open(words[4], mine):
+                return int(words[4])
+        return None
+
+
+def _has_open(pid: str, file: os.stat_result) -> bool:
+    """An inode's number is one file's of each file system; /proc/locks and stat may call the same one differently."""
+    try:
+        return any(os.path.samestat(link.stat(), file) for link in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it has ended, or is another user's
+        return False
+
+
+async def _stays_stopped(holder: Holder) -> bool:
+    since = time.monotonic()
+    while holder.is_stopped():
+        if time.monotonic() - since >= STOPPED_S:
+            return True
+        await asyncio.sleep(min(LOOK_S, STOPPED_S))
+    return False

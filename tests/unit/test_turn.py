@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from protos import logs
 from protos.errors import PreconditionFailed
-from worker import standby
+from worker import actor, standby, turn
 from worker.config import WorkerConfig
 from worker.turn import Turn
 
@@ -52,6 +55,52 @@ async def test_who_stands_by_has_its_turn_when_the_worker_is_gone_and_not_before
         os.kill(worker.pid, signal.SIGKILL)
         await asyncio.wait_for(came.wait(), 20)
         assert not third.take()
+
+
+async def test_who_is_stopped_before_it_attached_loses_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def prepared(config: WorkerConfig) -> None:
+        return None
+
+    monkeypatch.setattr(standby, "_prepare", prepared)
+    monkeypatch.setattr(turn, "LOOK_S", 0.02)
+    monkeypatch.setattr(turn, "STOPPED_S", 0.1)
+    config = WorkerConfig(tmp_path, "tiny", worker_id="w", kv_socket=tmp_path / "kvstore.sock")
+    with holding(Turn.path(config.kv_socket, config.worker_id)) as worker:
+        waiting = asyncio.create_task(standby.begin(config, asyncio.Event()))
+        await asyncio.sleep(0.3)
+        assert worker.poll() is None and not waiting.done(), "one that runs keeps it, however long it takes"
+        os.kill(worker.pid, signal.SIGSTOP)
+        assert await asyncio.wait_for(waiting, 20) is not None
+        assert worker.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_start_that_failed_stays_only_for_who_asks_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    go_on, over = threading.Event(), threading.Event()
+    stayed: list[float] = []
+
+    async def fails(*arguments: object) -> None:
+        await asyncio.to_thread(go_on.wait, 20)
+        raise PreconditionFailed("a bad checkpoint", reason="BAD_CHECKPOINT")
+
+    monkeypatch.setattr(actor, "begin", fails)
+    monkeypatch.setattr(actor, "ASKED_S", 20.0 if asked else 0.0)
+    monkeypatch.setattr(logs, "configure", lambda component: None)
+    monkeypatch.setattr(actor, "time", SimpleNamespace(sleep=stayed.append))
+    monkeypatch.setattr(actor, "os", SimpleNamespace(_exit=lambda status: over.set()))
+    config = WorkerConfig(tmp_path, "tiny", worker_id="w", kv_socket=tmp_path / "kvstore.sock")
+    made = actor.WorkerActor(config.to_dict(), "127.0.0.1:0", 0.0)
+    answer = asyncio.create_task(made.ready()) if asked else None
+    go_on.set()
+    if answer is not None:
+        with pytest.raises(PreconditionFailed, match="a bad checkpoint"):
+            await answer
+    assert await asyncio.to_thread(over.wait, 20)
+    assert stayed == ([actor.LAST_WORDS_S] if asked else [])
 
 
 def test_workers_of_one_node_have_turns_of_their_own(tmp_path: Path) -> None:
