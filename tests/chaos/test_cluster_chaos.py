@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.chaos import cluster_chaos
 from tests.chaos.cluster_chaos import kind_of
-from tests.chaos.run import Round, play
+from tests.chaos.run import CLUSTER, Round, play, rounds
+from worker.turn import Turn
 
 NUM_BLOWS = 20
 
@@ -22,3 +27,32 @@ async def test_every_stream_of_a_cluster_is_what_it_would_have_been(tmp_path: Pa
     report = await play(None, wanted, tmp_path)
     print(report)
     assert report.blows >= NUM_BLOWS
+
+
+def test_a_seed_says_whether_a_cluster_has_standbys_and_the_round_names_it() -> None:
+    planned = rounds(0, 400, 1)
+    assert [each.blows for each in planned] == [20] * 20
+    assert {each.kind for each in planned} == set(cluster_chaos.KINDS)
+    assert planned == rounds(0, 400, 1) == [Round.parse(str(each)) for each in planned]
+    assert {each.level for each in planned} == {CLUSTER}
+    assert {each.kind for each in rounds(0, 400, 1, standby=True)} == {cluster_chaos.STANDBY}
+
+
+def test_who_is_the_worker_of_a_pair_is_who_has_its_turn(tmp_path: Path) -> None:
+    path = Turn.path(tmp_path / "kvstore.sock", "worker-1")
+    code = f"import sys; from pathlib import Path; from worker.turn import Turn; t = Turn(Path({str(path)!r}))\n"
+    code += "print(t.take(), flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code]
+    mine = psutil.Process()
+    assert cluster_chaos._place(mine) is None
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "True\n"
+        turn = Turn(path)
+        assert not turn.take()
+        assert cluster_chaos._place(psutil.Process(holder.pid)) == "worker-1"
+        assert cluster_chaos._place(mine) == "standby-1"
+        holder.kill()
+    assert turn.take()
+    assert cluster_chaos._place(mine) == "worker-1"
+    turn.give_back()
+    assert cluster_chaos._place(mine) is None
