@@ -258,24 +258,32 @@ def test_a_sequence_on_trial_has_its_step_for_itself_also_where_a_prompt_is_betw
     requests = [request(f"short{n}", prompt(n, 20), 60) for n in range(3)] + [request("long", prompt(3, 700), 3)]
     want = captured().run(*requests)
     harness = captured(ahead=False)  # as when news comes: else steps go on ahead until the prompt's layers are done
-    engine, steps = harness.engine, []
+    engine, steps, chunks = harness.engine, [], []
     for each in requests[:3]:
         engine.submit(each)
     harness.step(3)
     suspects = [each for each in engine._running if each.request.request_id != "short0"]
     engine._trials = Trials((each, 1) for each in suspects)
-    land = engine._land
+    land, land_chunk = engine._land, engine._land_chunk
+
+    def in_step() -> list[str]:
+        return [w.sequence.request.request_id for w in engine._in_step]
 
     def landed(flight: Any) -> None:
-        steps.append([w.sequence.request.request_id for w in engine._in_step])
+        steps.append(in_step())
         land(flight)
 
-    engine._land = landed  # type: ignore[method-assign]
+    def chunk_landed() -> None:
+        chunks.append(in_step())
+        land_chunk()
+
+    engine._land, engine._land_chunk = landed, chunk_landed  # type: ignore[method-assign]
     engine.submit(requests[3])
     with pytest.MonkeyPatch.context() as patch:  # a layer a step: the prompt is under way when the trials begin
         patch.setattr(type(engine), "_budget_s", lambda self: 1e-9)
         told = harness.run()
     assert sorted(steps[0]) == ["long", "short0"], "the others first"
+    assert chunks[0] == ["long"], "whom a failure would be laid on"
     assert steps[1:3] == [["short1"], ["short2"]]
     assert {each: told.get(each) or harness.tokens(each) for each in want} == want
 
