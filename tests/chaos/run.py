@@ -253,10 +253,12 @@ class Rounds:
 
 
 def _summary(lines: list[dict[str, Any]], common: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of all rounds, by level."""
+    """Of all rounds, by level, where there were any."""
     found = []
     for level in ("process", CLUSTER):
         mine = [line for line in lines if Round.parse(line["case"]).level == level]
+        if not mine:
+            continue
         passed = [line for line in mine if line["error"] is None]
         kills: Counter[str] = Counter()
         for line in passed:
