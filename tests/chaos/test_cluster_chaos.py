@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -38,21 +40,46 @@ def test_a_seed_says_whether_a_cluster_has_standbys_and_the_round_names_it() -> 
     assert {each.kind for each in rounds(0, 400, 1, standby=True)} == {cluster_chaos.STANDBY}
 
 
+ACTOR = """
+import sys
+from pathlib import Path
+from worker.turn import Turn
+
+print("begun", flush=True)
+sys.stdin.readline()
+turn = Turn(Path(sys.argv[1]))
+while True:
+    print(turn.take(), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def actor(path: Path) -> Iterator[tuple[psutil.Process, Callable[[], str]]]:
+    """A process, and what makes it ask for its turn; not this one, which may have other tests' turns."""
+    command = [sys.executable, "-c", ACTOR, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        asks, says = process.stdin, process.stdout
+
+        def ask() -> str:
+            asks.write("\n")
+            asks.flush()
+            return says.readline().strip()
+
+        try:
+            assert says.readline() == "begun\n"
+            yield psutil.Process(process.pid), ask
+        finally:
+            process.kill()
+
+
 def test_who_is_the_worker_of_a_pair_is_who_has_its_turn(tmp_path: Path) -> None:
     path = Turn.path(tmp_path / "kvstore.sock", "worker-1")
-    code = f"import sys; from pathlib import Path; from worker.turn import Turn; t = Turn(Path({str(path)!r}))\n"
-    code += "print(t.take(), flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", code]
-    mine = psutil.Process()
-    assert cluster_chaos._place(mine) is None
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "True\n"
-        turn = Turn(path)
-        assert not turn.take()
-        assert cluster_chaos._place(psutil.Process(holder.pid)) == "worker-1"
-        assert cluster_chaos._place(mine) == "standby-1"
-        holder.kill()
-    assert turn.take()
-    assert cluster_chaos._place(mine) == "worker-1"
-    turn.give_back()
-    assert cluster_chaos._place(mine) is None
+    with actor(path) as (second, asks_second):
+        with actor(path) as (first, asks_first):
+            assert cluster_chaos._place(first) is None
+            assert asks_first() == "True" and asks_second() == "False"
+            assert (cluster_chaos._place(first), cluster_chaos._place(second)) == ("worker-1", "standby-1")
+        assert asks_second() == "True"
+        assert cluster_chaos._place(second) == "worker-1"
