@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import structlog
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without it structlog's default renders every local variable of a traceback: slow, and it would hide what users see.
 logs.configure("test", json=True)
+# How fast this machine is fails no test; of what an example may take and draw, hypothesis has limits by default.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 _LOGS = structlog.get_config()["wrapper_class"]
 
 

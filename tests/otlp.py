@@ -35,4 +35,4 @@ def collector() -> Iterator[tuple[Collector, str]]:
     try:
         yield kept, f"http://127.0.0.1:{port}"
     finally:
-        server.stop(0).wait(5)
+        server.stop(0).wait(60)

@@ -234,7 +234,7 @@ class Node:
 
     def load(self, index: int = 0) -> Any:
         with sync_channel(self.addresses[index]) as channel:
-            return worker_pb2_grpc.WorkerStub(channel).Info(worker_pb2.InfoRequest(), timeout=10).load
+            return worker_pb2_grpc.WorkerStub(channel).Info(worker_pb2.InfoRequest(), timeout=60).load
 
     async def idle(self) -> None:
         """Waits until every counter is back where it was: nothing runs or waits, nothing is held or promised.

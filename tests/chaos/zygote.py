@@ -106,14 +106,14 @@ class Zygote:
     def _ask(self, question: dict[str, Any]) -> Any:
         self._socket.send(json.dumps(question).encode())
         answer = self._socket.recv(MAX_MESSAGE_BYTES)
-        assert answer, f"the zygote ended with {self._process.wait(10)}"
+        assert answer, f"the zygote ended with {self._process.wait(60)}"
         return json.loads(answer)
 
     def close(self) -> None:
         """Ends it, and all that it forked."""
         self._socket.close()
         try:
-            self._process.wait(10)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

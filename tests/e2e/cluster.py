@@ -113,7 +113,7 @@ def tiny_cluster(folder: Path) -> Iterator[ClusterProcess]:
         yield cluster
 
 
-def wait_gone(processes: Sequence[psutil.Process], timeout_s: float = 10.0) -> list[str]:
+def wait_gone(processes: Sequence[psutil.Process], timeout_s: float = 60.0) -> list[str]:
     """Waits for processes to end; returns those that have not, in words."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [f"{p.pid} {' '.join(p.cmdline())[:80]}" for p in alive if p.status() != psutil.STATUS_ZOMBIE]

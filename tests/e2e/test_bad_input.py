@@ -132,7 +132,7 @@ async def test_a_router_with_another_tokenizer_refuses_the_workers(cluster: Clus
         address = json.loads(await asyncio.to_thread(process.stdout.readline))["address"]
         async with rpc.channel(address) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while True:
                     (worker,) = (await stub.ListWorkers(router_pb2.ListWorkersRequest())).workers
                     if worker.state == "refused":
@@ -145,7 +145,7 @@ async def test_a_router_with_another_tokenizer_refuses_the_workers(cluster: Clus
             assert "TOKENIZER_MISMATCH" in str(rpc.error_from(failure.value))
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
         assert process.stdout is not None
         process.stdout.close()
     await assert_works(cluster)

@@ -133,7 +133,7 @@ def test_an_arch_is_told_before_the_next_is_inspected(folder: Path, monkeypatch:
 
     def inspect_later(cell: Cell, arch: str, *rest: Path) -> archive.Finding:
         if arch != first:
-            waited.append(told.wait(10.0))
+            waited.append(told.wait(60))
         return inspect(cell, arch, *rest)
 
     monkeypatch.setattr(archive, "_inspect", inspect_later)

@@ -51,7 +51,7 @@ class StoreProcess:
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
-            self.process.wait(10)
+            self.process.wait(60)
             raise AssertionError(f"the store did not start: {self.log_path.read_text()}")
         self.ready: dict[str, Any] = json.loads(line)
         self.socket = self.folder / "kvstore.sock"
@@ -83,7 +83,7 @@ class StoreProcess:
     def stop(self, signum: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signum)
-        code = self.process.wait(20)
+        code = self.process.wait(60)
         if self.process.stdout:
             self.process.stdout.close()
         return code
@@ -122,7 +122,7 @@ def worker_process(store: StoreProcess, code: str) -> Iterator[subprocess.Popen[
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         for stream in (process.stdin, process.stdout):
             if stream:
                 stream.close()
@@ -141,7 +141,7 @@ def unheard(attachment: Attachment) -> Iterator[None]:
         session._outgoing = heard
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Waits for a condition that another process brings about; fails by name when it does not."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -55,12 +55,12 @@ class Harness:
         left += [f"{worker.address}: {list(worker.active)}" for worker in self.workers if worker.active]
         return left
 
-    async def settled(self, timeout_s: float = 5.0) -> None:
+    async def settled(self, timeout_s: float = 60.0) -> None:
         """Waits until nothing is left; fails with what is."""
         await until(lambda: not self.nothing_left(), timeout_s, self.nothing_left)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0, why: Callable[[], Any] = lambda: "") -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0, why: Callable[[], Any] = lambda: "") -> None:
     """Polls a condition of this process; bounded."""
     ends = time.monotonic() + timeout_s
     while not condition():
@@ -184,7 +184,7 @@ class Process:
     def address(self) -> str:
         assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
-        assert line, f"the process ended with {self.popen.wait(5)}"
+        assert line, f"the process ended with {self.popen.wait(60)}"
         return str(json.loads(line)["address"])
 
     def send(self, number: signal.Signals) -> None:
@@ -193,7 +193,7 @@ class Process:
     def end(self) -> None:
         if self.popen.poll() is None:
             self.popen.kill()
-        self.popen.wait(10)
+        self.popen.wait(60)
         for stream in (self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()

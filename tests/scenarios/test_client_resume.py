@@ -41,10 +41,12 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(folder: Path, *, first_s: float = 0.0, every_s: float = 0.002) -> AsyncIterator[Scene]:
+async def scene(
+    folder: Path, *, first_s: float = 0.0, every_s: float = 0.002, hold_at: int | None = None
+) -> AsyncIterator[Scene]:
     async with cluster(folder, Script()) as one:
         ids = one.tokenizer.encode(TEXT)
-        one.workers[0].script = lambda submit: Script([*ids, EOS], first_s=first_s, every_s=every_s)
+        one.workers[0].script = lambda submit: Script([*ids, EOS], first_s=first_s, every_s=every_s, hold_at=hold_at)
         async with cluster(folder, Script(), num_workers=0, addresses=[one.workers[0].address]) as two:
             cables = [Cable(one.address), Cable(two.address)]
             async with cables[0].plugged() as first, cables[1].plugged() as second:
@@ -85,7 +87,7 @@ async def test_cut_at_every_token_the_text_is_whole(folder: Path, flavour: str, 
             if flavour == "async":
                 chunks = await read_on_loop(addresses, cut_at, it.cut)
             else:
-                cut = lambda: asyncio.run_coroutine_threadsafe(_run(it.cut), loop).result(10)
+                cut = lambda: asyncio.run_coroutine_threadsafe(_run(it.cut), loop).result(60)
                 chunks = await asyncio.to_thread(read_blocking, addresses, cut_at, cut)
             answer = Answer.of(chunks)
             assert (answer.text, list(answer.token_ids), answer.finish_reason) == (TEXT, [*it.ids, EOS], "eos"), cut_at
@@ -111,7 +113,7 @@ async def test_cut_before_the_first_token_it_joins_its_own_answer(folder: Path, 
 
 
 async def test_not_resumable_a_cut_ends_the_answer_and_the_work(folder: Path) -> None:
-    async with scene(folder, every_s=0.05) as it, AsyncTailpack(it.addresses[0], retry=QUICK) as client:
+    async with scene(folder, hold_at=3) as it, AsyncTailpack(it.addresses[0], retry=QUICK) as client:
         with pytest.raises(errors.Unavailable):
             async for _ in client.generate("x", timeout_s=30):
                 it.cut()
@@ -119,7 +121,7 @@ async def test_not_resumable_a_cut_ends_the_answer_and_the_work(folder: Path) ->
 
 
 async def test_leaving_a_resumable_answer_ends_the_work(folder: Path) -> None:
-    async with scene(folder, every_s=0.05) as it:
+    async with scene(folder, hold_at=3) as it:
         async with AsyncTailpack(it.addresses[0], retry=QUICK) as client:
             async for _ in client.generate("x", resumable=True, timeout_s=30):
                 break

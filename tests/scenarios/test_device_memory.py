@@ -74,7 +74,7 @@ def test_a_killed_workers_bytes_are_there_for_the_next(store: StoreProcess) -> N
         held = descriptors(store.process.pid)
         assert held == len(GEOMETRY.groups)
         os.kill(worker.pid, signal.SIGKILL)
-        worker.wait(10)
+        worker.wait(60)
     assert descriptors(store.process.pid) == held, "the store alone keeps the memory"
     gpu = FakeGpu()
     memory = Memory(gpu)
@@ -236,7 +236,7 @@ def test_a_store_that_dies_before_the_delivery(store: StoreProcess) -> None:
         store.stop(signal.SIGKILL)
 
     with pytest.raises(Unavailable):
-        attach(store, Memory(FakeGpu(), kill), timeout_s=5)
+        attach(store, Memory(FakeGpu(), kill), timeout_s=60)
 
 
 def test_a_store_that_dies_in_the_delivery(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_a_store_that_dies_in_the_delivery(store: StoreProcess, monkeypatch: pyt
 
     monkeypatch.setattr("kvstore.session.deliver", dies)
     with pytest.raises(Unavailable) as caught:
-        attach(store, Memory(FakeGpu()), timeout_s=5)
+        attach(store, Memory(FakeGpu()), timeout_s=60)
     assert caught.value.reason == "KVSTORE_NOT_THERE"
 
 
@@ -259,7 +259,7 @@ def test_a_worker_that_dies_before_the_delivery(store: StoreProcess) -> None:
             attach(store, Memory(FakeGpu()))
         assert caught.value.reason == "DEVICE_BUSY"
         os.kill(worker.pid, signal.SIGKILL)
-        worker.wait(10)
+        worker.wait(60)
     eventually(lambda: _can_attach(store))
     memory = Memory(FakeGpu())
     attach(store, memory).close()
@@ -286,7 +286,7 @@ def test_a_worker_that_dies_after_the_delivery_leaves_the_memory_to_the_next(sto
         assert worker.stdout
         assert worker.stdout.readline() == "delivered\n"
         os.kill(worker.pid, signal.SIGKILL)
-        worker.wait(10)
+        worker.wait(60)
     eventually(lambda: not store.device().worker_id)
     gpu = FakeGpu()
     memory = Memory(gpu)
@@ -314,7 +314,7 @@ def test_tickets_are_good_once_and_for_one_thing(store: StoreProcess, monkeypatc
 
     def refused(path: Path, ticket: bytes, fds: list[int]) -> None:
         with pytest.raises(PermissionDenied) as caught:
-            deliver(path, ticket, fds, timeout_s=5)
+            deliver(path, ticket, fds, timeout_s=60)
         assert caught.value.reason == "TICKET_REFUSED"
 
     def delivers(path: Path, ticket: bytes, fds: list[int], *, timeout_s: float) -> None:
@@ -327,9 +327,9 @@ def test_tickets_are_good_once_and_for_one_thing(store: StoreProcess, monkeypatc
     with attach(store, Memory(FakeGpu())) as attachment:
         (path, ticket) = used[0]
         with pytest.raises(PermissionDenied):
-            fetch(path, ticket, timeout_s=5)
+            fetch(path, ticket, timeout_s=60)
         with pytest.raises(PermissionDenied):
-            fetch(path, attachment._session.attached.fd_ticket, timeout_s=5)
+            fetch(path, attachment._session.attached.fd_ticket, timeout_s=60)
     assert descriptors(store.process.pid) == len(GEOMETRY.groups)
 
 

@@ -292,7 +292,7 @@ async def test_leaving_frees_all_sequences_at_once(endless: Door, stream: bool, 
         if stream:
             await read_head(reader)
             await read_chunk(reader)
-    await until(lambda: not num_running(endless), 10.0)
+    await until(lambda: not num_running(endless))
     await endless.harness.settled()
     assert endless.harness.requests.counters.cancelled == n
 
@@ -302,7 +302,7 @@ async def test_leaving_during_a_long_prefill_is_noticed(folder: Path) -> None:
         async with door.connection() as (_, writer):
             writer.write(request_bytes("POST", CHAT, {**HELLO, "stream": True}))
             await until(lambda: num_running(door))
-        await until(lambda: not num_running(door), 10.0)
+        await until(lambda: not num_running(door))
 
 
 async def test_a_reset_connection_is_a_caller_who_left(endless: Door) -> None:
@@ -401,11 +401,11 @@ async def test_a_slow_body_is_no_slow_head(door: Door, monkeypatch: pytest.Monke
     async with door.connection() as (reader, writer):
         writer.write(body)
         assert (await read_reply(reader)).status == 200
-        monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.4)
         writer.write(body[:-10])
         for at in range(-10, -2, 2):
             writer.write(body[at : at + 2])
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.15)
         writer.write(body[-2:])
         assert (await read_reply(reader)).status == 200
 

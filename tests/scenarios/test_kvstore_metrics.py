@@ -21,7 +21,7 @@ from tests.scenarios.kvstore_process import StoreProcess, eventually, worker_pro
 
 def samples(url: str) -> dict[tuple[str, ...], float]:
     """(name, values of the labels in the order of their names) -> value."""
-    with urllib.request.urlopen(url, timeout=10) as page:
+    with urllib.request.urlopen(url, timeout=60) as page:
         text = page.read().decode()
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
@@ -113,5 +113,5 @@ def test_a_stuck_event_loop_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -
         assert len(list(collector.collect())) == len(families)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

@@ -180,7 +180,7 @@ def test_tables_at_odds_stop_the_store(store: StoreProcess) -> None:
         a.control.pages["full"]["state"][a.control.sequence_pages(slot, "full")[0]] = PageState.FREE
         with pytest.raises(Exception, match="differs in the control block"):
             client.verify(store.socket)
-        assert store.process.wait(20) != 0
+        assert store.process.wait(60) != 0
         with pytest.raises(KvStoreLost):
             a.open([OpenRequest("r", "", [1], 1)])
 
@@ -215,8 +215,8 @@ def test_watch_starts_with_a_snapshot_and_goes_on_from_a_cursor(store: StoreProc
         thread.start()
         eventually(lambda: len(seen) == 1)
         prefill(a, slot, 700)
-        assert three.wait(10)
-        thread.join(10)
+        assert three.wait(60)
+        thread.join(60)
         snapshot, more = seen
         assert (snapshot.snapshot, snapshot.lost) == (True, False)
         assert {e.hash for e in snapshot.added if e.group == "full"} == hashes

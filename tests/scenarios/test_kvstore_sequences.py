@@ -285,7 +285,7 @@ def test_two_processes_get_the_same_hashes_for_the_same_tokens(store: StoreProce
         with worker_process(store, code.format(device=device, salt=salt)) as worker:
             assert worker.stdout
             lines.append(worker.stdout.readline())
-            worker.wait(20)
+            worker.wait(60)
     here = [
         h.hex() for h in page_hashes(range(256), salt="t", weights_digest=b"w" * 16, geometry_digest=GEOMETRY.digest())
     ]

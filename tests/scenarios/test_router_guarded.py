@@ -26,7 +26,7 @@ from tests.scenarios.http_harness import Reply, read_reply, request_bytes
 from tests.scenarios.router_harness import ONCE, ROOT, answer
 from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
 
-HANG_S = 30.0
+HANG_S = 60.0
 
 
 @contextlib.contextmanager

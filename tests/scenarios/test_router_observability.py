@@ -264,7 +264,7 @@ async def send_marked(c: Harness) -> None:
                     pass
         endless = request_of(MARKER, stop=types_pb2.StopConditions(max_tokens=1000))
         with suppress(grpc.RpcError):
-            async for _ in stub.Generate(endless, timeout=0.02):
+            async for _ in stub.Generate(endless, timeout=0.3):  # long enough to be taken
                 pass
         for metadata in (("x-request-id", MARKER + " bad"), ("x-tenant", MARKER + "/bad")):
             with suppress(grpc.RpcError):

@@ -25,7 +25,7 @@ from tests.scenarios.tiny_tokenizer import EOS
 
 TEXT = "Où est 日本語? 👩‍👩‍👧 äöü. STOP and more"
 FEATURES = ("resume", "emitted_token_ids", "adopt")
-LONG_S = 20.0  # a wait that never ends here
+LONG_S = 120.0  # a wait that never ends here
 
 
 def adopting(**fields: Any) -> types_pb2.WorkerInfo:

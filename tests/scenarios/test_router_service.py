@@ -25,7 +25,7 @@ from tests.scenarios.fake_worker import FakeWorker, Script, worker_info
 from tests.scenarios.router_harness import Answer, answer, cluster, until
 from tests.scenarios.tiny_tokenizer import EOS
 
-HANG_S = 20.0
+HANG_S = 60.0
 """A bound on what would otherwise hang, on a busy machine too; nothing is measured by it."""
 
 TEXT = "The capital of France is Paris. 日本語 👩‍👩‍👧‍👦 äöü 🎉 done"
@@ -373,11 +373,12 @@ async def test_a_submission_is_dropped_at_the_first_token(folder: Path, monkeypa
         return made[-1]
 
     monkeypatch.setattr(generation.Answer, "_submission", keeping)
-    async with cluster(folder, Script([5], endless=True, first_s=0.2, every_s=0.01)) as it:
+    async with cluster(folder, Script([5], endless=True, hold_at=0, every_s=0.01)) as it:
         stream = it.client.generate("x", max_tokens=4000)
         first = asyncio.ensure_future(anext(stream))
         await until(lambda: it.workers[0].active)
         while_waiting = sys.getrefcount(made[0])
+        it.workers[0].gate.set()
         await first
         afterwards, alone = sys.getrefcount(made[0]), [object()]
         ours = sys.getrefcount(alone[0])
@@ -441,8 +442,12 @@ async def test_several_models_must_be_named(folder: Path) -> None:
 
 async def test_a_burst_spreads_evenly(folder: Path) -> None:
     """sglang's router once updated loads after the first response only: all of a burst went to one worker."""
-    async with cluster(folder, Script([5, EOS], first_s=0.3), num_workers=4) as it:
-        await asyncio.gather(*(answer(it.client, [5] * 100) for _ in range(64)))
+    async with cluster(folder, Script([5, EOS], hold_at=0), num_workers=4) as it:
+        burst = [asyncio.create_task(answer(it.client, [5] * 100)) for _ in range(64)]
+        await until(lambda: sum(len(worker.submits) for worker in it.workers) == 64)
+        for worker in it.workers:
+            worker.gate.set()
+        await asyncio.gather(*burst)
         assert [len(worker.submits) for worker in it.workers] == [16, 16, 16, 16]
         await it.settled()
 
@@ -524,10 +529,11 @@ async def test_a_caller_who_lives_and_does_not_read_gives_its_place_back(folder:
 
 async def test_the_deadline_of_the_call_ends_the_sequence(folder: Path) -> None:
     async with cluster(folder, Script([5], first_s=60.0)) as it:
-        error = await refused(it.client.generate("x", timeout_s=0.2))
+        began_ns = time.time_ns()
+        error = await refused(it.client.generate("x", timeout_s=0.5))
         assert isinstance(error, errors.DeadlineExceeded)
         await until(lambda: it.workers[0].aborts, HANG_S)
-        assert it.workers[0].submits[0].deadline_unix_ns > time.time_ns() - 2_000_000_000
+        assert began_ns < it.workers[0].submits[0].deadline_unix_ns < time.time_ns()
         await it.settled()
 
 
@@ -694,14 +700,16 @@ async def test_a_request_that_finds_no_second_worker_was_not_retried(folder: Pat
 
 
 async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(folder: Path) -> None:
-    async with cluster(folder, Script([5, 6, EOS], every_s=0.1), num_workers=2) as it:
+    async with cluster(folder, Script([5, 6, EOS], hold_at=1), num_workers=2) as it:
         running = [asyncio.create_task(answer(it.client, "x")) for _ in range(4)]
         await until(lambda: sum(len(worker.active) for worker in it.workers) == 4)
         it.workers[0].goodbye("rolling update")
         await until(lambda: len(it.requests.registry.ready()) == 1)
         before = len(it.workers[0].submits)
+        it.workers[1].gate.set()
         await asyncio.gather(*(answer(it.client, "x") for _ in range(4)))
         assert len(it.workers[0].submits) == before
+        it.workers[0].gate.set()
         assert [got.token_ids for got in await asyncio.gather(*running)] == [[5, 6, EOS]] * 4
         states = {worker.state: worker.why for worker in await it.client.list_workers()}
         assert states == {"draining": "rolling update", "ready": ""}
@@ -710,7 +718,7 @@ async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(folde
 async def test_workers_come_and_go(folder: Path) -> None:
     late = FakeWorker(lambda submit: Script([5, 6, EOS]), worker_info())
     address = await late.start()
-    async with cluster(folder, Script([5, 6, 7, 8, EOS], every_s=0.2)) as it:
+    async with cluster(folder, Script([5, 6, 7, 8, EOS], hold_at=2)) as it:
         known = it.requests.registry
         known.add(address)
         link = known.links[address]
@@ -786,7 +794,7 @@ async def test_a_reader_that_stops_reading_is_ended_by_name(folder: Path, monkey
             request = build_request("x", max_tokens=4_000_000)
             call = router_pb2_grpc.RouterStub(channel).Generate(request)
             await call.read()
-            await until(lambda: it.workers[0].aborts, 20.0)
+            await until(lambda: it.workers[0].aborts)
             with pytest.raises(grpc.RpcError) as caught:
                 while await call.read():
                     pass

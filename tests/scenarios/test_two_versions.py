@@ -64,7 +64,7 @@ def store_of_another_version(change: str) -> Iterator[Path]:
                 yield Path(folder) / "kvstore.sock"
             finally:
                 process.send_signal(signal.SIGTERM)
-                process.wait(20)
+                process.wait(60)
 
 
 def attach(socket: Path, held: CacheGeometry = geometry(), device: str = "cpu:0") -> Attachment:  # noqa: B008 - frozen
@@ -180,5 +180,5 @@ async def test_a_newer_router_says_so_where_an_older_worker_cannot(folder: Path,
                 router_pb2.GenerateResponse.FromString,
             )(request, timeout=20)
             with pytest.raises(grpc.RpcError) as failed:
-                await asyncio.wait_for(call.read(), 20)
+                await asyncio.wait_for(call.read(), 60)
         assert rpc.error_from(failed.value).reason == "RESUME_NOT_SUPPORTED"

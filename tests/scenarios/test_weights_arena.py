@@ -125,7 +125,7 @@ def test_a_worker_that_dies_while_it_loads_leaves_nothing_and_who_waited_loads(s
     time.sleep(0.3)
     assert not found and not store.stats().weights
     half.close()
-    waiting.join(10)
+    waiting.join(60)
     assert found[0].found is None
     found[0].close()
 
@@ -201,7 +201,7 @@ async def test_who_waits_too_long_for_weights_makes_them_too(monkeypatch: pytest
     weights = WeightsStore(FdServer(Path("none")))
     first, second = (weights.serve(asking(KEY)) for _ in range(2))
     assert (await anext(first)).HasField("fill")
-    assert (await asyncio.wait_for(anext(second), 10)).HasField("fill")
+    assert (await asyncio.wait_for(anext(second), 60)).HasField("fill")
     await first.aclose()
     assert KEY in weights._filling, "the second one's"
     for _ in range(2):
@@ -397,7 +397,7 @@ def test_memory_that_can_change_is_not_taken(store: StoreProcess, what: str) -> 
         )
     )
     asked = lease._stream.receive().deliver
-    deliver(Path(asked.fd_socket), asked.fd_ticket, memory.fds, timeout_s=5)
+    deliver(Path(asked.fd_socket), asked.fd_ticket, memory.fds, timeout_s=60)
     with pytest.raises(PreconditionFailed) as refused:
         lease._stream.receive()
     assert refused.value.reason == "BAD_MEMORY"

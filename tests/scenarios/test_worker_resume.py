@@ -189,7 +189,7 @@ async def test_a_draining_worker_refuses_new_ones_and_goes_on_with_those_it_has(
 
 async def read_step_of(call: Any, name: str) -> worker_pb2.SequenceOutput:
     while True:
-        message = await asyncio.wait_for(call.read(), 10)
+        message = await asyncio.wait_for(call.read(), 60)
         for piece in message.step.sequences:
             if piece.request_id == name:
                 return piece  # type: ignore[no-any-return]
@@ -215,7 +215,7 @@ async def test_a_drain_waits_for_who_is_owed_an_answer() -> None:
     again = answers.resume("r", "", "r#1", session)
     assert again.take() is not None
     answers.leave(again, delivered=True)
-    await asyncio.wait_for(draining, 10)
+    await asyncio.wait_for(draining, 60)
 
 
 async def test_a_long_replay_shares_its_session_with_others(monkeypatch: pytest.MonkeyPatch) -> None:

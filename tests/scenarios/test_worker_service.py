@@ -20,7 +20,7 @@ from worker.sequence import Load, Output, Request, StepResult
 from worker.service import SERVICE, WorkerService
 from worker.sessions import RouterSession, Sessions
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @dataclass

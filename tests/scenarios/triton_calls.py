@@ -17,7 +17,7 @@ import numpy as np
 import tritonclient.grpc as sync_client
 import tritonclient.grpc.aio as client
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def text_input(text: str) -> Any:

@@ -209,7 +209,7 @@ def test_two_processes_at_once_share_one_folder(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "cache"), str(tmp_path)]
     runs = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in range(4)]
-    answers = {run.communicate(timeout=60)[0].strip() for run in runs}
+    answers = {run.communicate(timeout=240)[0].strip() for run in runs}
     assert [run.returncode for run in runs] == [0, 0, 0, 0]
     assert len(answers) == 1, answers
     left = [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")]

@@ -17,7 +17,7 @@ from protos.metrics import OFF, EventLoopProbe
 async def status(url: str) -> int:
     def get() -> int:
         try:
-            with urllib.request.urlopen(url, timeout=5) as response:
+            with urllib.request.urlopen(url, timeout=60) as response:
                 return int(response.status)
         except urllib.error.HTTPError as refused:
             return refused.code

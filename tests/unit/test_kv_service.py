@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,19 +45,30 @@ async def attach(held: Attachments, spec: DeviceSpec, worker_id: str) -> Attache
         return await held._attach(spec, worker_id, claim)
 
 
-def slow_allocation(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
-    real = Device.allocate
+class SlowAllocation:
+    """Of memory: it is under way until ``go_on``."""
 
-    def allocate(spec: DeviceSpec, fds: Sequence[int]) -> Device:
-        time.sleep(seconds)
-        return real(spec, fds)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on, self._began = threading.Event(), threading.Event()
+        real = Device.allocate
 
-    monkeypatch.setattr(Device, "allocate", staticmethod(allocate))
+        def allocate(spec: DeviceSpec, fds: Sequence[int]) -> Device:
+            self._began.set()
+            assert self.go_on.wait(60)
+            return real(spec, fds)
+
+        monkeypatch.setattr(Device, "allocate", staticmethod(allocate))
+
+    async def began(self) -> None:
+        assert await asyncio.to_thread(self._began.wait, 60)
 
 
 async def test_a_device_that_is_being_made_is_busy(held: Attachments, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_allocation(monkeypatch)
-    results = await asyncio.gather(*(attach(held, SPEC, f"w{i}") for i in range(3)), return_exceptions=True)
+    slow = SlowAllocation(monkeypatch)
+    attaching = [asyncio.create_task(attach(held, SPEC, f"w{i}")) for i in range(3)]
+    await asyncio.wait(attaching[1:])
+    slow.go_on.set()
+    results = await asyncio.gather(*attaching, return_exceptions=True)
     assert [getattr(r, "worker_id", None) or getattr(r, "reason", None) for r in results] == [
         "w0",
         "DEVICE_BUSY",
@@ -68,10 +79,13 @@ async def test_a_device_that_is_being_made_is_busy(held: Attachments, monkeypatc
 async def test_devices_made_at_the_same_time_share_the_memory_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_allocation(monkeypatch)
+    slow = SlowAllocation(monkeypatch)
     limited = Attachments(FdServer(tmp_path / "fds"), incarnation="test", memory_limit=2 * SPEC.host_bytes)
     specs = [replace(SPEC, device=f"cpu:{i}") for i in range(3)]
-    results = await asyncio.gather(*(attach(limited, spec, "w") for spec in specs), return_exceptions=True)
+    attaching = [asyncio.create_task(attach(limited, spec, "w")) for spec in specs]
+    await slow.began()
+    slow.go_on.set()
+    results = await asyncio.gather(*attaching, return_exceptions=True)
     assert [getattr(r, "reason", "attached") for r in results] == ["attached", "attached", "NOT_ENOUGH_MEMORY"]
     assert sum(device.spec.host_bytes for device in limited.devices.values()) <= 2 * SPEC.host_bytes
     limited.close()
@@ -80,14 +94,15 @@ async def test_devices_made_at_the_same_time_share_the_memory_limit(
 async def test_a_caller_that_leaves_meanwhile_leaves_the_memory_to_the_next(
     held: Attachments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_allocation(monkeypatch)
+    slow = SlowAllocation(monkeypatch)
     first = asyncio.create_task(attach(held, SPEC, "gone"))
-    await asyncio.sleep(0.05)
+    await slow.began()
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
     with pytest.raises(PreconditionFailed):
         await attach(held, SPEC, "early")
+    slow.go_on.set()
     while held._attaching:
         await asyncio.sleep(0.01)
     kept = held.devices["cpu:0"]
@@ -96,10 +111,11 @@ async def test_a_caller_that_leaves_meanwhile_leaves_the_memory_to_the_next(
 
 
 async def test_a_store_that_stops_meanwhile_attaches_nobody(held: Attachments, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_allocation(monkeypatch)
+    slow = SlowAllocation(monkeypatch)
     first = asyncio.create_task(attach(held, SPEC, "late"))
-    await asyncio.sleep(0.05)
+    await slow.began()
     held.revoke_all("test")
+    slow.go_on.set()
     with pytest.raises(Unavailable) as caught:
         await first
     assert caught.value.reason == "STOPPING"
@@ -236,6 +252,6 @@ async def test_memory_that_is_not_delivered_is_not_waited_for(
     assert (await anext(answers)).WhichOneof("message") == "create"
     assert held._attaching == {"cuda:GPU-0"}
     with pytest.raises(Unavailable, match=why) as caught:
-        await asyncio.wait_for(anext(answers), 10)
+        await asyncio.wait_for(anext(answers), 60)
     assert caught.value.reason == "MEMORY_NOT_DELIVERED"
     assert (held._attaching, held._fd_server._parcels, held.devices) == (set(), {}, {})

@@ -122,7 +122,7 @@ def test_the_end_of_who_listens_at_a_socket_is_seen(tmp_path: Path) -> None:
         assert pidfd is not None
         assert not node.has_ended(pidfd)
         listener.kill()
-        listener.wait(20)
+        listener.wait(60)
         assert node.has_ended(pidfd)  # also where another one listens there by now
         os.close(pidfd)
     with pytest.raises(OSError):
@@ -135,7 +135,7 @@ async def test_a_file_asks_for_a_drain(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     assert not watched.done()
     (tmp_path / "drain").touch()
-    await asyncio.wait_for(watched, 20)
+    await asyncio.wait_for(watched, 60)
 
 
 async def test_workers_are_given_up_when_this_nodes_ray_has_ended(tmp_path: Path) -> None:
@@ -148,6 +148,6 @@ async def test_workers_are_given_up_when_this_nodes_ray_has_ended(tmp_path: Path
     assert not watched.done()
     os.close(writer)
     with pytest.raises(Unavailable) as ended:
-        await asyncio.wait_for(watched, 20)
+        await asyncio.wait_for(watched, 60)
     assert ended.value.reason == "RAY_ENDED"
     os.close(reader)

@@ -31,7 +31,8 @@ class Scripted(worker_pb2_grpc.WorkerServicer):
 
     def __init__(self) -> None:
         self.raises: Exception | None = None
-        self.closed = asyncio.Event()
+        self.began, self.speaks, self.closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.speaks.set()
         self.told: BaseException | None = None  # what ended Session, where something did
         self.silent_s = 0.0
         self.reads = False
@@ -52,6 +53,8 @@ class Scripted(worker_pb2_grpc.WorkerServicer):
             if self.reads:
                 async for _ in requests:
                     pass
+            self.began.set()
+            await self.speaks.wait()
             await asyncio.sleep(self.silent_s)
             yield self.message
             while self.endless:
@@ -185,17 +188,18 @@ async def test_reflection_lists_the_services(started: Started) -> None:
 )
 async def test_a_cancelled_call_runs_the_handlers_finally(started: Started, endless: bool) -> None:
     started.servicer.endless = endless
-    started.servicer.silent_s = 0.0 if endless else 60.0
+    if not endless:
+        started.servicer.speaks.clear()
     started.servicer.message = worker_pb2.WorkerMessage(goodbye=worker_pb2.Goodbye(why="x" * 1_000_000))
     call = started.stub.Session(iter(()))
     if endless:
         await call.read()
         await asyncio.sleep(0.3)  # the flow-control window fills; the handler now sits in a write
     else:
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(started.servicer.began.wait(), 60)
     assert not started.servicer.closed.is_set()
     call.cancel()
-    await asyncio.wait_for(started.servicer.closed.wait(), 2)
+    await asyncio.wait_for(started.servicer.closed.wait(), 60)
 
 
 async def test_a_long_silence_survives_keepalive_pings() -> None:
@@ -225,7 +229,7 @@ async def test_a_caller_who_does_not_read_is_ended_by_name(impatient: Started) -
     servicer.message = worker_pb2.WorkerMessage(goodbye=worker_pb2.Goodbye(why="x" * 500_000))
     call = impatient.stub.Session(iter(()))
     await call.read()
-    await asyncio.wait_for(servicer.closed.wait(), 20)  # though the caller lives, and says nothing
+    await asyncio.wait_for(servicer.closed.wait(), 60)  # though the caller lives, and says nothing
     assert isinstance(servicer.told, errors.CapacityError)
     assert (servicer.told.reason, servicer.told.given) == ("SLOW_READER", "a message that was not taken for 0.2 s")
     with pytest.raises(grpc.RpcError) as failure:
@@ -334,15 +338,17 @@ async def test_unix_socket(tmp_path: Path) -> None:
 
 
 async def test_stop_lets_running_calls_finish_and_refuses_new_ones(started: Started) -> None:
-    started.servicer.silent_s = 0.5
+    started.servicer.speaks.clear()
     call = started.stub.Session(iter(()))
-    await asyncio.sleep(0.1)
-    stopping = asyncio.create_task(started.server.stop(5))
+    await asyncio.wait_for(started.servicer.began.wait(), 60)
+    stopping = asyncio.create_task(started.server.stop(60))
     await asyncio.sleep(0.1)
     async with rpc.channel(started.address) as late:
         with pytest.raises(grpc.RpcError) as failure:
             await worker_pb2_grpc.WorkerStub(late).Info(worker_pb2.InfoRequest())
     assert isinstance(rpc.error_from(failure.value), errors.Unavailable)
+    assert not stopping.done()
+    started.servicer.speaks.set()
     assert len([message async for message in call]) == 1
     await stopping
 

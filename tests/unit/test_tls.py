@@ -176,7 +176,7 @@ class GrpcDoor:
         """ "ok", or why not."""
         async with rpc.channel(self._address, tls=tls) as channel:
             try:
-                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
             except grpc.RpcError as failure:
                 return rpc.error_from(failure).reason
         return "ok"
@@ -286,7 +286,7 @@ async def test_a_client_that_expects_tls_does_not_fall_back_to_plain_text(author
     address = await server.start("127.0.0.1:0")
     async with rpc.channel(address, tls=ClientTls(authority.cert)) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
     await server.stop(0)
     error = rpc.error_from(caught.value)
     assert error.reason == "TLS_NOT_SPOKEN"
@@ -304,7 +304,7 @@ def test_threads_without_a_loop_call_over_tls(authority: Authority, good: Issued
 
     def check(address: str) -> None:
         with rpc.sync_channel(address, tls=ClientTls(authority.cert)) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
     asyncio.run(serve())

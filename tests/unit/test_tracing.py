@@ -148,5 +148,5 @@ def test_a_collector_that_is_gone_holds_nobody_up_and_keeps_nothing(monkeypatch:
     assert len(queue._batch_processor._queue) <= queue._batch_processor._max_queue_size <= 2048
     stopped = threading.Thread(target=traces.stop, args=(0.1,))
     stopped.start()
-    stopped.join(20)
+    stopped.join(60)
     assert not stopped.is_alive()

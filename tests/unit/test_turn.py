@@ -53,7 +53,7 @@ async def test_who_stands_by_has_its_turn_when_the_worker_is_gone_and_not_before
         await asyncio.sleep(0.2)
         assert not came.is_set()
         os.kill(worker.pid, signal.SIGKILL)
-        await asyncio.wait_for(came.wait(), 20)
+        await asyncio.wait_for(came.wait(), 60)
         assert not third.take()
 
 
@@ -120,6 +120,6 @@ async def test_who_cannot_be_prepared_ends_before_its_turn_and_keeps_nobody_from
     path = Turn.path(config.kv_socket, config.worker_id)
     with holding(path) as worker:
         with pytest.raises(PreconditionFailed, match="not deterministic"):
-            await asyncio.wait_for(standby.begin(config, asyncio.Event()), 10)
+            await asyncio.wait_for(standby.begin(config, asyncio.Event()), 60)
         os.kill(worker.pid, signal.SIGKILL)
-        await asyncio.wait_for(Turn(path).wait().wait(), 5)
+        await asyncio.wait_for(Turn(path).wait().wait(), 60)

@@ -146,8 +146,9 @@ SUPERVISED = """
 import sys, time, pathlib
 from types import SimpleNamespace
 from rich.console import Console
+from worker import up
 from worker.up import Interrupted, interruptible
-folder = pathlib.Path(sys.argv[1])
+folder, up.SAME_WISH_S, stop_s = pathlib.Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 cluster = SimpleNamespace(stopping=False, console=Console(), folder=folder / "none")
 with interruptible(cluster):
     try:
@@ -156,7 +157,7 @@ with interruptible(cluster):
             time.sleep(0.05)
     except Interrupted:
         (folder / "stopping").touch()
-        end = time.monotonic() + 2.0
+        end = time.monotonic() + stop_s
         while time.monotonic() < end:
             cluster.console.print("stopping ...")
             time.sleep(0.05)
@@ -173,9 +174,9 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def start(folder: Path, **options: Any) -> subprocess.Popen[bytes]:
+def start(folder: Path, same_wish_s: float = 60.0, stop_s: float = 1.0, **options: Any) -> subprocess.Popen[bytes]:
     options.setdefault("preexec_fn", _listen_to_hangups)
-    return subprocess.Popen([sys.executable, "-c", SUPERVISED, str(folder)], **options)
+    return subprocess.Popen([sys.executable, "-c", SUPERVISED, str(folder), str(same_wish_s), str(stop_s)], **options)
 
 
 def wait_for(file: Path) -> None:
@@ -195,11 +196,10 @@ def test_a_signal_and_its_echo_are_one_wish(tmp_path: Path, number: signal.Signa
 
 
 def test_a_later_signal_ends_everything(tmp_path: Path) -> None:
-    process = start(tmp_path, stdout=subprocess.DEVNULL)
+    process = start(tmp_path, same_wish_s=0.0, stop_s=120.0, stdout=subprocess.DEVNULL)
     wait_for(tmp_path / "there")
     process.send_signal(signal.SIGINT)
     wait_for(tmp_path / "stopping")
-    time.sleep(0.8)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and not (tmp_path / "orderly").exists()
 
