@@ -57,7 +57,7 @@ class AsyncSession:
         traceparent: str,
         timeout_s: float | None,
     ) -> AsyncGenerator[Chunk, None]:
-        """One call. Raises CallFailed."""
+        """One call. Raises CallFailed; SessionEnds at its beginning."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         inbox: asyncio.Queue[Item] = asyncio.Queue()

@@ -33,6 +33,7 @@ from router.connection_options import Connection, connection_options
 from router.discovery import WorkerDns
 from router.recovery import DEFAULT_RECOVER_WAIT_S
 from router.relay import MAX_PENDING_BYTES
+from router.requests import DEFAULT_MAX_SESSIONS, DEFAULT_SESSION_IDLE_S
 from router.server import RouterConfig, serve
 from router.unread import DEFAULT_MAX_UNREAD_BYTES
 from router.validate import MAX_PROMPT_BYTES, check_prompt_bytes
@@ -100,6 +101,22 @@ def router_group() -> None:
     metavar="SECONDS",
     help="How long streams stay open for their lost worker to come back, and Resume waits for one that is away.",
 )
+@advanced_option(
+    "--session-idle",
+    "session_idle_s",
+    default=DEFAULT_SESSION_IDLE_S,
+    show_default=True,
+    type=FiniteRange(min=1),
+    metavar="SECONDS",
+    help="A caller's session without requests for so long is ended; its next request opens another.",
+)
+@advanced_option(
+    "--max-sessions",
+    default=DEFAULT_MAX_SESSIONS,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Sessions at one time; callers without one send each request in a stream of its own.",
+)
 @click.option(
     "--tokens",
     type=click.Path(path_type=Path),
@@ -135,6 +152,8 @@ def serve_command(
     max_request_bytes: int,
     max_unread_bytes: int,
     recover_wait_s: float,
+    session_idle_s: float,
+    max_sessions: int,
     tokens: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -167,6 +186,8 @@ def serve_command(
         max_unread_bytes,
         log_prompts,
         recover_wait_s=recover_wait_s,
+        session_idle_s=session_idle_s,
+        max_sessions=max_sessions,
         otlp_endpoint=endpoint_of(otlp_endpoint),
         tokens=tokens,
         tls=server_tls(tls_cert, tls_key, tls_client_ca),

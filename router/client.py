@@ -36,10 +36,11 @@ from router.client_session import (
     MAX_REQUEST_BYTES,
     CallFailed,
     NoSessions,
-    has_none,
+    SessionEnds,
     is_usable,
     not_opened,
     out_of_time,
+    why_none,
 )
 from router.client_settings import (
     CANCEL_TIMEOUT_S,
@@ -263,7 +264,6 @@ class AsyncTailpack:
         session = None
         if self._may_share and message.ByteSize() <= MAX_REQUEST_BYTES:
             session = await self._session(address, state.remaining_s(time.monotonic()))
-        chunks: AsyncGenerator[Chunk, None]
         if session is not None and session.has_room:
             chunks = session.chunks(
                 message,
@@ -271,8 +271,12 @@ class AsyncTailpack:
                 traceparent=dict(metadata).get("traceparent", ""),
                 timeout_s=state.remaining_s(time.monotonic()),
             )
-        else:
-            chunks = self._own_stream(address, message, state.remaining_s(time.monotonic()), metadata)
+            with contextlib.suppress(SessionEnds):
+                async with contextlib.aclosing(chunks):
+                    async for chunk in chunks:
+                        yield chunk
+                return
+        chunks = self._own_stream(address, message, state.remaining_s(time.monotonic()), metadata)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
@@ -326,8 +330,8 @@ class AsyncTailpack:
                 await session.open()
             return session
         except grpc.RpcError as failed:
-            if has_none(failed):
-                return self._settings.no_sessions(address, "UNIMPLEMENTED")
+            if (why := why_none(failed)) is not None:
+                return self._settings.no_sessions(address, why)
             return self._settings.not_opened(failed, address)
         except TimeoutError:
             await session.close()

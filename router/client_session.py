@@ -21,6 +21,8 @@ from router.answer_state import Failure
 FEATURE = "session"
 """Of routers that have sessions; no other is asked for one."""
 
+TOO_MANY = "TOO_MANY_SESSIONS"
+
 ASK_AGAIN_S = 60.0
 """A router without sessions may be replaced by one that has them."""
 
@@ -37,6 +39,10 @@ class CallFailed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.error)
         self.failure = failure
+
+
+class SessionEnds(Exception):
+    """No call begins here any more, and this one did not: it needs another session, or a stream of its own."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,13 @@ def is_usable(opened: Shared | NoSessions | Failure) -> bool:
     return not isinstance(opened, Failure) and not opened.is_over
 
 
-def has_none(failed: grpc.RpcError) -> bool:
-    """Whether opening a session failed because whoever answers there knows of no such thing."""
-    return getattr(failed, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED
+def why_none(failed: grpc.RpcError) -> str | None:
+    """Why none can be had for now, where opening one failed for that: whoever answers there knows of no such thing, or
+    has too many. None: it failed otherwise.
+    """
+    if getattr(failed, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED:
+        return "UNIMPLEMENTED"
+    return TOO_MANY if rpc.error_from(failed).reason == TOO_MANY else None
 
 
 def not_opened() -> Failure:
@@ -82,9 +92,6 @@ def out_of_time() -> Failure:
 
 Item = router_pb2.SessionAnswer | Lost
 """What a call hears: answers, and last of all perhaps that its session is over."""
-
-
-_LEAVES = Lost(Unavailable("the router leaves"), spoken=False)
 
 
 class Calls:
@@ -130,10 +137,15 @@ class Calls:
         traceparent: str,
         timeout_s: float | None,
     ) -> int:
-        """The number of a new call. hear: told all that comes of it, in order."""
+        """The number of a new call. hear: told all that comes of it, in order.
+
+        Raises SessionEnds: the router said goodbye, perhaps since the caller looked.
+        """
+        if self._leaves:
+            raise SessionEnds
         number = self._last_number = self._last_number + 1
-        if self.is_over:
-            hear(self.lost or _LEAVES)
+        if self.lost is not None:
+            hear(self.lost)
             return number
         if self._last_bytes >= FULL_MESSAGE_BYTES:
             self._unsent.append(router_pb2.SessionRequest())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protos import router_pb2, rpc, types_pb2
-from protos.errors import InvalidRequest, NotFound, TailpackError, Unavailable
+from protos.errors import CapacityError, InvalidRequest, NotFound, TailpackError, Unavailable
 from protos.limits import choice_ids
 from protos.tls import ClientTls
 from protos.tracing import Tracing
@@ -39,6 +39,11 @@ CANCEL_TIMEOUT_S = 2.0
 
 GOODBYE_S = 1.0
 """For callers whose sessions have no calls any more to have read the last answers, when the router leaves."""
+
+DEFAULT_SESSION_IDLE_S = 600.0
+
+DEFAULT_MAX_SESSIONS = rpc.MAX_CONNECTIONS
+"""A caller needs one, whose connection is let in."""
 
 FEATURES = ("session",)
 """What callers may use of this router: clients ask for them (Stats) before they do."""
@@ -81,6 +86,8 @@ class Requests:
         max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
         max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES,
         recover_wait_s: float = DEFAULT_RECOVER_WAIT_S,
+        session_idle_s: float = DEFAULT_SESSION_IDLE_S,
+        max_sessions: int = DEFAULT_MAX_SESSIONS,
         log_prompts: bool = False,
         tracing: Tracing | None = None,
         limits_of: Callable[[str], TenantLimits] = lambda tenant: NO_LIMITS,
@@ -95,6 +102,8 @@ class Requests:
             max_in_flight, max_request_bytes: of all requests in flight; more are refused with a retry hint.
             max_unread_bytes: of all answers, gathered for callers who do not read; above, the largest of them ends.
             recover_wait_s: for how long a stream that lost its worker waits for a place, and Resume for workers.
+            session_idle_s: for how long a session may be without calls; then its caller is asked to end it.
+            max_sessions: open at one time; more are refused with a retry hint.
             log_prompts: a request's line in the log has its prompt.
             tracing: where spans go; None: nowhere.
             limits_of: each tenant's limits; asked anew for each request.
@@ -108,6 +117,8 @@ class Requests:
         self.counters = Counters()
         self.metrics = RequestMetrics()
         self.recover_wait_s = recover_wait_s
+        self.session_idle_s = session_idle_s
+        self._max_sessions = max_sessions
         self.log_prompts = log_prompts
         self.tracing = tracing
         self._switches = switches
@@ -142,6 +153,17 @@ class Requests:
         while drained and self.sessions and time.monotonic() < ends:
             await asyncio.sleep(0.01)
         return drained
+
+    def check_room_for_a_session(self) -> None:
+        """Raises CapacityError: TOO_MANY_SESSIONS."""
+        if len(self.sessions) >= self._max_sessions:
+            raise CapacityError(
+                "too many sessions are open",
+                reason="TOO_MANY_SESSIONS",
+                allowed=f"{self._max_sessions}",
+                hint="requests in streams of their own are taken as before; clients share one session for all theirs",
+                retry_after_ms=1000,
+            )
 
     @property
     def num_in_flight(self) -> int:

@@ -29,7 +29,7 @@ from router.http_server import HttpServer
 from router.kserve import KserveService
 from router.metrics import RouterCollector
 from router.recovery import DEFAULT_RECOVER_WAIT_S
-from router.requests import Requests
+from router.requests import DEFAULT_MAX_SESSIONS, DEFAULT_SESSION_IDLE_S, Requests
 from router.service import SERVICE_NAME, RouterService
 from router.tokenizer import Tokenizer
 from router.unread import DEFAULT_MAX_UNREAD_BYTES
@@ -50,7 +50,7 @@ class RouterConfig:
     log_prompts: a request's line in the log has its prompt as well. otlp_endpoint: where spans go. tokens: file of
     tenants' tokens; None: callers are taken at their word. tls: of this router's doors; worker_tls: of the way to
     the workers. local_socket: a unix socket that takes the same calls in plain text, without tokens: its folder's
-    permissions say who may. recover_wait_s: router/recovery.py.
+    permissions say who may. recover_wait_s: router/recovery.py. session_idle_s, max_sessions: router/requests.py.
     """
 
     listen: str
@@ -71,6 +71,8 @@ class RouterConfig:
     health: str = OFF
     metrics: str = OFF
     recover_wait_s: float = DEFAULT_RECOVER_WAIT_S
+    session_idle_s: float = DEFAULT_SESSION_IDLE_S
+    max_sessions: int = DEFAULT_MAX_SESSIONS
 
     @property
     def http_address(self) -> str:
@@ -121,6 +123,8 @@ async def serve(config: RouterConfig, listening: Callable[[str, str | None, str 
             max_request_bytes=config.max_request_bytes,
             max_unread_bytes=config.max_unread_bytes,
             recover_wait_s=config.recover_wait_s,
+            session_idle_s=config.session_idle_s,
+            max_sessions=config.max_sessions,
             log_prompts=config.log_prompts,
             tracing=traces,
             limits_of=authenticator.limits_of,

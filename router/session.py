@@ -34,6 +34,9 @@ MAX_UNWRITTEN = 2
 
 STALLED_S = rpc.STALLED_S
 
+UNHEARD_S = 10.0
+"""A session without calls whose caller does not end it behind a goodbye for so long is ended."""
+
 
 class _Outgoing:
     """A message that gathers while the one before it is written."""
@@ -112,6 +115,10 @@ class Session:
         self._outbox: deque[_Outgoing] = deque()
         self._wake = asyncio.Event()
         self._is_read = False  # to its end: no calls will follow
+        self._idle_since_s = 0.0  # on the loop's clock, where it has no calls
+        self._look: asyncio.TimerHandle | None = None
+        self._said_goodbye = False
+        self._is_left = False  # by a caller who heard no goodbye
         self._failure: Exception | None = None
 
     async def serve(
@@ -120,10 +127,14 @@ class Session:
         """What is to be sent, until all calls have ended and none will follow. What runs when it is left, ends.
 
         Raises:
-            Unavailable: DRAINING. InvalidRequest: BROKEN_SESSION: what no client of this protocol would send.
+            Unavailable: DRAINING. CapacityError: TOO_MANY_SESSIONS. InvalidRequest: BROKEN_SESSION: what no client of
+                this protocol would send.
         """
         self._requests.admission.check_open()
+        self._requests.check_room_for_a_session()
         self._requests.sessions.add(self)
+        self._idle_since_s = asyncio.get_running_loop().time()
+        self._look_for_calls()
         reader = asyncio.create_task(self._read(requests))
         try:
             welcome = router_pb2.SessionWelcome(max_calls=MAX_CALLS, window_bytes=WINDOW_BYTES)
@@ -134,12 +145,31 @@ class Session:
         finally:
             self._requests.sessions.discard(self)
             reader.cancel()
+            if self._look is not None:
+                self._look.cancel()
             for call in self._calls.values():
                 call.task.cancel()
 
     def say_goodbye(self) -> None:
-        """The router leaves. The caller ends the stream behind its last call."""
+        """The caller ends the stream behind its last call."""
         self._outgoing().message.goodbye = True
+        self._said_goodbye = True
+
+    def _look_for_calls(self) -> None:
+        """Says goodbye where there were none for long; ends the stream where the caller minds no goodbye."""
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        if self._calls or self._outbox:
+            self._idle_since_s = now_s  # at the earliest
+        patience_s = UNHEARD_S if self._said_goodbye else self._requests.session_idle_s
+        if now_s - self._idle_since_s >= patience_s:
+            if self._said_goodbye:
+                self._is_left = True
+                self._wake.set()
+                return
+            self.say_goodbye()
+            self._idle_since_s, patience_s = now_s, UNHEARD_S
+        self._look = loop.call_at(self._idle_since_s + patience_s, self._look_for_calls)
 
     # --- what is sent ---
 
@@ -152,7 +182,7 @@ class Session:
 
     async def _next(self) -> _Outgoing | None:
         while not self._outbox and self._failure is None:
-            if self._is_read and not self._calls:
+            if (self._is_read or self._is_left) and not self._calls:
                 return None
             self._wake.clear()
             await self._wake.wait()
@@ -280,6 +310,7 @@ class Session:
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
         del self._calls[number]
         if not self._calls:
+            self._idle_since_s = asyncio.get_running_loop().time()
             self._wake.set()
 
 

@@ -24,10 +24,11 @@ from router.client_session import (
     MAX_REQUEST_BYTES,
     CallFailed,
     NoSessions,
-    has_none,
+    SessionEnds,
     is_usable,
     not_opened,
     out_of_time,
+    why_none,
 )
 from router.client_settings import CANCEL_TIMEOUT_S, DEFAULT_ADDRESS, UNARY_TIMEOUT_S, Settings, addresses, ignore
 from router.sync_session import SyncSession
@@ -189,14 +190,15 @@ class Tailpack:
         if self._may_share and message.ByteSize() <= MAX_REQUEST_BYTES:
             session = self._session(address, state.remaining_s(time.monotonic()))
         if session is not None and session.has_room:
-            yield from session.chunks(
-                message,
-                request_id=state.request_id,
-                traceparent=dict(metadata).get("traceparent", ""),
-                timeout_s=state.remaining_s(time.monotonic()),
-            )
-        else:
-            yield from self._own_stream(address, message, state.remaining_s(time.monotonic()), metadata)
+            with contextlib.suppress(SessionEnds):
+                yield from session.chunks(
+                    message,
+                    request_id=state.request_id,
+                    traceparent=dict(metadata).get("traceparent", ""),
+                    timeout_s=state.remaining_s(time.monotonic()),
+                )
+                return
+        yield from self._own_stream(address, message, state.remaining_s(time.monotonic()), metadata)
 
     def _own_stream(
         self,
@@ -250,8 +252,8 @@ class Tailpack:
             session.open(wait_s)
             return session
         except grpc.RpcError as failed:
-            if has_none(failed):
-                return self._settings.no_sessions(address, "UNIMPLEMENTED")
+            if (why := why_none(failed)) is not None:
+                return self._settings.no_sessions(address, why)
             raise self._not_open(address, self._settings.not_opened(failed, address, in_time=in_time)) from None
         except TimeoutError:
             if in_time:

@@ -58,7 +58,7 @@ class SyncSession:
         traceparent: str,
         timeout_s: float | None,
     ) -> Generator[Chunk, None, None]:
-        """One call. Raises CallFailed."""
+        """One call. Raises CallFailed; SessionEnds at its beginning."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         reading = Reading(self._calls.window_bytes)

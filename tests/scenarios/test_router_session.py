@@ -25,7 +25,7 @@ from router.async_session import AsyncSession
 from router.auth import TokensFile
 from router.client import AsyncTailpack, RetryPolicy, Tailpack, build_request
 from tests.scenarios.fake_worker import Script, worker_info
-from tests.scenarios.router_harness import Answer, Harness, answer, cluster, until
+from tests.scenarios.router_harness import ONCE, Answer, Harness, answer, cluster, until
 from tests.scenarios.test_router_service import SMALL_WINDOW
 from tests.scenarios.test_router_tenants import TOKENS, tokens_file
 from tests.scenarios.tiny_tokenizer import EOS
@@ -579,6 +579,97 @@ async def test_the_end_of_a_blocking_clients_reader_ends_its_calls(
         with pytest.raises(errors.Unavailable):
             await asyncio.wait_for(asyncio.to_thread(client.complete, "x"), HANG_S)
         await asyncio.to_thread(client.close)
+
+
+# --- sessions that nobody uses, and too many of them ---
+
+
+@pytest.mark.parametrize("flavour", [AsyncTailpack, Tailpack])
+async def test_a_session_without_calls_is_ended_and_the_next_call_opens_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flavour: type[AsyncTailpack] | type[Tailpack]
+) -> None:
+    monkeypatch.setattr(session, "UNHEARD_S", HANG_S)  # its client ends it
+    async with cluster(folder, Script([5, EOS]), session_idle_s=0.05) as it:
+        client = it.client if flavour is AsyncTailpack else Tailpack(it.address, retry=ONCE)
+        served = set()
+        with capture_logs() as log:
+            for _ in range(3):
+                if isinstance(client, Tailpack):
+                    await asyncio.to_thread(client.complete, "x")
+                else:
+                    await answer(client, "x")
+                served |= it.requests.sessions
+                await until(lambda: not it.requests.sessions)
+            await it.settled()
+        assert len(served) == 3 and all(each._is_read for each in served)
+        assert {line["door"] for line in log if line["event"] == "request"} == {"session"}
+        if isinstance(client, Tailpack):
+            await asyncio.to_thread(client.close)
+
+
+async def test_a_session_is_not_without_calls_while_one_runs_or_one_crosses_the_goodbye(folder: Path) -> None:
+    async with cluster(folder, HELD, session_idle_s=0.1) as it, wire(it) as one:
+        await one.begin(1)
+        while not one.chunks(1):
+            await one.hear()
+        await asyncio.sleep(0.3)
+        (served,) = it.requests.sessions
+        assert not served._said_goodbye
+        it.workers[0].gate.set()
+        await one.answer(1)
+        while not one.goodbye:
+            assert await one.hear()
+        await one.begin(2)
+        await one.answer(2)
+        await one.stream.done_writing()
+        assert not await one.hear() and await one.stream.code() is grpc.StatusCode.OK
+
+
+async def test_who_hears_no_goodbye_finds_the_stream_ended_as_usual(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "UNHEARD_S", 0.05)
+    async with cluster(folder, HELD, session_idle_s=0.05) as it, wire(it) as one:
+        while await one.hear():
+            pass
+        assert one.goodbye and await one.stream.code() is grpc.StatusCode.OK
+        await until(lambda: not it.requests.sessions)
+
+
+@pytest.mark.parametrize("flavour", [AsyncTailpack, Tailpack])
+async def test_a_goodbye_between_a_clients_look_and_its_call_is_no_failure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flavour: type[AsyncTailpack] | type[Tailpack]
+) -> None:
+    def looks_just_before(self: client_session.Calls) -> bool:
+        self.take(router_pb2.SessionResponse(goodbye=True))
+        return True
+
+    monkeypatch.setattr(client_session.Calls, "has_room", property(looks_just_before))
+    async with cluster(folder, Script([5, EOS])) as it:
+        with capture_logs() as log:
+            if flavour is Tailpack:
+                with Tailpack(it.address, retry=ONCE) as client:
+                    await asyncio.to_thread(client.complete, "x")
+            else:
+                await answer(it.client, "x")
+            await it.settled()
+        assert [line["door"] for line in log if line["event"] == "request"] == ["grpc"]
+
+
+async def test_sessions_above_the_limit_are_refused_and_their_callers_have_streams_of_their_own(folder: Path) -> None:
+    async with cluster(folder, Script([5, EOS]), max_sessions=1) as it, wire(it) as one:
+        async with rpc.channel(it.address) as channel:
+            error = await Wire(router_pb2_grpc.RouterStub(channel)).fails()
+            assert isinstance(error, errors.CapacityError) and error.reason == "TOO_MANY_SESSIONS"
+            assert error.allowed == "1" and error.retry_after_ms
+        with capture_logs() as log:
+            await answer(it.client, "x")
+            with Tailpack(it.address, retry=ONCE) as client:
+                await asyncio.to_thread(client.complete, "x")
+            await one.begin(1)
+            await one.answer(1)
+            await it.settled()
+        assert [line["door"] for line in log if line["event"] == "request"] == ["grpc", "grpc", "session"]
 
 
 # --- who calls ---
