@@ -20,6 +20,7 @@ from tests.scenarios.tiny_tokenizer import EOS, write_tokenizer
 from tests.unit.fake_kv import FakeAttachment
 from tests.unit.tiny import config_for, write_model
 from worker.engine import Engine
+from worker.resumable import Answers
 from worker.service import SERVICE, WorkerService
 from worker.sessions import RouterSession, Sessions
 from worker.shell import _drained
@@ -254,6 +255,7 @@ class Real:
     it: Harness
     engine: Engine
     attachment: FakeAttachment
+    answers: Answers
     clock: list[float]
 
 
@@ -286,7 +288,7 @@ async def real(folder: Path) -> AsyncIterator[Real]:
     expiry = asyncio.create_task(sessions.expire_forever())
     try:
         async with cluster(folder, lambda submit: pytest.fail("no fake"), infos=[], addresses=[address]) as it:
-            yield Real(it, engine, attachment, clock)
+            yield Real(it, engine, attachment, sessions.answers, clock)
     finally:
         expiry.cancel()
         await server.stop(0)
@@ -346,12 +348,16 @@ async def test_the_real_engine_frees_what_nobody_resumes_and_what_is_cancelled(f
         request = ask()
         request.stop.max_tokens = 900
 
+        def is_left(request_id: str) -> bool:  # its grace time begins when the worker hears of it
+            answer = r.answers.find(request_id, "")
+            return answer is not None and answer.idle_since is not None
+
         def num_aborted_is(number: int) -> bool:
             return r.engine.load().sequences_aborted == number
 
         for number, request_id in enumerate(("left", "cancelled"), start=1):
             await cut_after(door.Generate(request, metadata=rpc.metadata(request_id), timeout=30), 3)
-            await until(lambda: not r.it.requests.num_in_flight)
+            await until(partial(is_left, request_id))
             assert r.engine.load().num_running == 1
             if request_id == "left":
                 r.clock[0] += 30.1
