@@ -18,6 +18,10 @@ from protos.cli_options import accept_help_all, help_all_option, program_name, s
 from protos.errors import TailpackError
 from protos.version import UNINSTALLED, release
 
+# Before anything imports gRPC: in a child between fork and exec it would start its threads anew, and end the child with
+# SIGABRT when their descriptors are closed there. Nothing here goes on in a fork without exec.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 
 class LazyCommand(NamedTuple):
     """Where a command lives (``module:attribute``), its line in the help, and whether the short help lists it."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Before anything imports torch: tiny products gain nothing from threads, and lose much where the machine is busy. A
 # worker that is started takes the number that it is told.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # as in protos/cli.py
 # Without it structlog's default renders every local variable of a traceback: slow, and it would hide what users see.
 logs.configure("test", json=True)
 # How fast this machine is fails no test; of what an example may take and draw, hypothesis has limits by default.
