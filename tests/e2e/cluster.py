@@ -124,7 +124,7 @@ def shared_memory_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
 
 
-def left_in_shared_memory(before: set[str], timeout_s: float = 2.0) -> set[str]:
+def left_in_shared_memory(before: set[str], timeout_s: float = 60.0) -> set[str]:
     """New files there that nobody has mapped: another cluster, which runs beside this one, has its own mapped."""
     deadline = time.monotonic() + timeout_s
     while left := shared_memory_files() - before:
