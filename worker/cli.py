@@ -87,6 +87,11 @@ standby_option = advanced_option(
     show_default=True,
     help="A second, warm process a worker, which takes over when it dies.",
 )
+step_time_budget_option = advanced_option(
+    "--step-time-budget-ms",
+    default=-1,
+    help="Of a step in which others decode: prompts are cut to it. 0: none.  [default: twice the decoding]",
+)
 weights_option = advanced_option(
     "--weights",
     default="",
@@ -150,6 +155,7 @@ weights_arena_option = advanced_option(
 @advanced_option("--max-waiting", default=1024, show_default=True, help="Sequences that may queue at a worker.")
 @advanced_option("--max-sequence-tokens", default=0, help="Prompt and output together.  [default: the model's]")
 @advanced_option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens that a step may compute.")
+@step_time_budget_option
 @advanced_option("--threads", default=0, help="Of each worker.  [default: the cores, divided by the workers]")
 @advanced_option(
     "--drain-s", type=seconds, default=10.0, show_default=True, help="How long running answers may go on at the end."
@@ -294,11 +300,7 @@ def one_worker_options(command: Any) -> Any:
         advanced_option("--max-waiting", default=1024, show_default=True, help="Sequences that may queue."),
         advanced_option("--max-sequence-tokens", default=0, help="Prompt and output together.  [default: the model's]"),
         advanced_option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a step, at most."),
-        advanced_option(
-            "--step-time-budget-ms",
-            default=-1,
-            help="Of a step in which others decode: prompts are cut to it. 0: none.  [default: twice the decoding]",
-        ),
+        step_time_budget_option,
         advanced_option("--threads", default=0, help="Of the CPU's products.  [default: one per core]"),
         advanced_option(
             "--kv-reattach-s", default=60, show_default=True, help="How long to wait for another kvstore if it dies."

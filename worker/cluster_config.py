@@ -63,6 +63,7 @@ class ClusterConfig:
     max_waiting: int = 1024
     max_sequence_tokens: int = 0
     prefill_chunk: int = 256
+    step_time_budget_ms: int = -1
     threads: int = 0
     drain_s: float = 10.0
     gpus: tuple[Gpu, ...] = ()
@@ -159,6 +160,7 @@ class ClusterConfig:
             "max_waiting": self.max_waiting,
             "max_sequence_tokens": self.max_sequence_tokens,
             "prefill_chunk": self.prefill_chunk,
+            "step_time_budget_ms": self.step_time_budget_ms,
             "deterministic": self.deterministic,
             "decode_graphs": self.decode_graphs,
             "weights": self.weights,

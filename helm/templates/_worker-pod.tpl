@@ -129,6 +129,10 @@ containers:
       {{- if $group.deterministic }}
       - --deterministic
       {{- end }}
+      {{- if $group.decodeGraphs }}
+      - --decode-graphs
+      {{- end }}
+      - --step-time-budget-ms={{ int $group.stepTimeBudgetMs }}
       {{- if $group.standby }}
       - --standby
       {{- end }}

@@ -65,7 +65,8 @@ ray:
   head: {nodeSelector: {a: b}, tolerations: [{operator: Exists}], podAnnotations: {a: b}}
 workerGroups:
   - {name: big, gpus: 8, replicas: 3, runtimeClassName: nvidia, kvMode: turboquant, kvPreset: tq3, deterministic: true,
-     maxSequenceTokens: 32768, standby: true, weightsArena: false, extraArgs: [--prefill-chunk=512],
+     maxSequenceTokens: 32768, standby: true, weightsArena: false,
+     decodeGraphs: true, stepTimeBudgetMs: 40, extraArgs: [--prefill-chunk=512],
      extraEnv: [{name: B, valueFrom: {secretKeyRef: {name: s, key: k}}}], podAnnotations: {a: b}, nodeSelector: {a: b}}
   - {name: small, cpuWorkers: 2, kvMiB: 1024}
 tls: {mode: secrets, clientCertificates: true, secrets: {router: r-tls, worker: w-tls, client: c-tls}}
