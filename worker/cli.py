@@ -23,7 +23,16 @@ from protos.health import health_option
 from protos.metrics import OFF
 from protos.tls import ServerCertificate
 from protos.tls_options import server_tls, server_tls_options
-from worker.config import ADMISSIONS, BF16, DEFAULT_PRESET, FP8_BLOCK, RETENTIONS, default_dtype
+from worker.config import (
+    ADMISSIONS,
+    BF16,
+    CPU_CHUNK_TOKENS,
+    DEFAULT_PRESET,
+    FP8_BLOCK,
+    GPU_CHUNK_TOKENS,
+    RETENTIONS,
+    default_dtype,
+)
 
 # Choices as the help shows them; WorkerConfig refuses any other.
 _DTYPES = f"[{'|'.join(('auto', *ITEM_BYTES))}]"
@@ -86,6 +95,11 @@ standby_option = advanced_option(
     default=False,
     show_default=True,
     help="A second, warm process a worker, which takes over when it dies.",
+)
+prefill_chunk_option = advanced_option(
+    "--prefill-chunk",
+    default=0,
+    help=f"Prompt tokens of a step, at most.  [default: {GPU_CHUNK_TOKENS} on a GPU, else {CPU_CHUNK_TOKENS}]",
 )
 step_time_budget_option = advanced_option(
     "--step-time-budget-ms",
@@ -154,7 +168,7 @@ weights_arena_option = advanced_option(
 @advanced_option("--max-running", default=16, show_default=True, help="Sequences that a worker's step can hold.")
 @advanced_option("--max-waiting", default=1024, show_default=True, help="Sequences that may queue at a worker.")
 @advanced_option("--max-sequence-tokens", default=0, help="Prompt and output together.  [default: the model's]")
-@advanced_option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens that a step may compute.")
+@prefill_chunk_option
 @step_time_budget_option
 @advanced_option("--threads", default=0, help="Of each worker.  [default: the cores, divided by the workers]")
 @advanced_option(
@@ -299,7 +313,7 @@ def one_worker_options(command: Any) -> Any:
         advanced_option("--max-running", default=16, show_default=True, help="Sequences that a step can hold."),
         advanced_option("--max-waiting", default=1024, show_default=True, help="Sequences that may queue."),
         advanced_option("--max-sequence-tokens", default=0, help="Prompt and output together.  [default: the model's]"),
-        advanced_option("--prefill-chunk", default=256, show_default=True, help="Prompt tokens of a step, at most."),
+        prefill_chunk_option,
         step_time_budget_option,
         advanced_option("--threads", default=0, help="Of the CPU's products.  [default: one per core]"),
         advanced_option(

@@ -62,7 +62,7 @@ class ClusterConfig:
     max_running: int = 16
     max_waiting: int = 1024
     max_sequence_tokens: int = 0
-    prefill_chunk: int = 256
+    prefill_chunk: int = 0
     step_time_budget_ms: int = -1
     threads: int = 0
     drain_s: float = 10.0

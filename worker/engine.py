@@ -494,7 +494,7 @@ class Engine:
         return self._runner.has_layers and self._config.decode_graphs and self._config.step_time_budget_ms != 0
 
     def _schedule(self) -> list[Work]:
-        running, budget = self._trials.of(self._running), self._config.prefill_chunk
+        running, budget = self._trials.of(self._running), self._config.chunk_tokens
         if self._chunk is not None and len(running) < len(self._running):  # a trial's step holds nothing else
             self._in_step = self._chunk.work
             self._land_chunk()

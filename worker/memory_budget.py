@@ -102,7 +102,7 @@ def planned(plan: Plan, free: int, arch: str, stored: kvstore_pb2.KvStatsRespons
         shapes = plan.shapes.shapes
         item, rows = ITEM_BYTES[plan.dtype], config.max_running
         anew = int(SLACK * item * _largest_product(shapes)) if plan.form.held and plan.form.stored else 0
-        activations = anew + _activations(shapes, item, config.prefill_chunk + rows, rows)
+        activations = anew + _activations(shapes, item, config.chunk_tokens + rows, rows)
         if config.decode_graphs:
             uses += _decode(shapes, geometry, item, rows, plan.max_sequence_tokens, anew)
     if attention_kernels(geometry) and isinstance(plan.shapes, LlamaArchitecture):

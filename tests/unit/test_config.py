@@ -28,6 +28,12 @@ def test_devices(device: str) -> None:
     assert WorkerConfig.from_dict({**LEAST, "device": device}).on_gpu == device.startswith("cuda")
 
 
+@pytest.mark.parametrize(("device", "tokens"), [("cpu:1", 256), ("cuda:0", 1024)])
+def test_the_device_decides_how_many_prompt_tokens_a_step_computes_unless_it_is_said(device: str, tokens: int) -> None:
+    assert WorkerConfig.from_dict({**LEAST, "device": device}).chunk_tokens == tokens
+    assert WorkerConfig.from_dict({**LEAST, "device": device, "prefill_chunk": "300"}).chunk_tokens == 300
+
+
 @pytest.mark.parametrize("word", ["0", "false", "No", "off", "", False])
 def test_off_is_off(word: object) -> None:
     assert not WorkerConfig.from_dict({**LEAST, "deterministic": word}).deterministic
@@ -41,7 +47,7 @@ def test_off_is_off(word: object) -> None:
         ({"max_running": "many"}, "max_running"),
         ({"max_running": 2.5}, "max_running"),
         ({"threads": -1}, "threads"),
-        ({"prefill_chunk": 0}, "prefill_chunk"),
+        ({"prefill_chunk": -1}, "prefill_chunk"),
         ({"deterministic": "perhaps"}, "deterministic"),
         ({"dtype": "int8"}, "dtype"),
         ({"kv_mode": "int4"}, "kv_mode"),

@@ -61,6 +61,14 @@ def test_a_gpu_is_used_where_one_is_there(model: Path, machine: dict[str, Any]) 
     assert config(model, dtype="float16").dtype == "float16"
 
 
+def test_what_a_step_may_take_reaches_the_workers(model: Path, machine: dict[str, Any]) -> None:
+    asked = config(model, step_time_budget_ms=30, prefill_chunk=300).worker(0, Path("s"), 1 << 30)
+    assert (asked.step_time_budget_ms, asked.chunk_tokens) == (30, 300)
+    by_device = {device: config(model, device=device).worker(0, Path("s"), 1 << 30) for device in ("cpu", "cuda")}
+    assert {device: worker.chunk_tokens for device, worker in by_device.items()} == {"cpu": 256, "cuda": 1024}
+    assert {worker.step_time_budget_ms for worker in by_device.values()} == {-1}
+
+
 @pytest.mark.parametrize(("device", "torch_has_one"), [("cpu", True), ("auto", False)])
 def test_else_the_cpu(model: Path, machine: dict[str, Any], device: str, torch_has_one: bool) -> None:
     machine["torch"] = torch_has_one

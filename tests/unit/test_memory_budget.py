@@ -72,6 +72,16 @@ def test_without_captured_steps_nothing_is_planned_for_them(plan: Callable[..., 
     assert not {STATE, BUFFERS, GRAPH_POOLS} & set(told) and WORKSPACES in told
 
 
+def test_the_largest_step_is_planned_for_at_the_chunk_that_the_device_decides(plan: Callable[..., Plan]) -> None:
+    named = {chunk: planned_activations(plan(prefill_chunk=chunk)) for chunk in (0, 256, 1024)}
+    assert named[0] == named[1024] > named[256]
+
+
+def planned_activations(of: Plan) -> int:
+    """Beside what reading a weight takes, which tiny models' steps do not reach."""
+    return sizes(planned(replace(of, uses=(*of.uses[:-1], Use("reading", 0))), FREE, ARCH, None, DEVICE))[ACTIVATIONS]
+
+
 def test_it_is_refused_with_the_table_where_it_does_not_add_up(plan: Callable[..., Plan]) -> None:
     fits = budget(plan())
     replace(fits, room=total(fits.uses)).demand()
