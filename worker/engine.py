@@ -44,6 +44,7 @@ from worker.kv_view import KvView
 from worker.lasting import KvMemory
 from worker.model_runner import ModelRunner, Slices, Step
 from worker.models.deepseek_v4 import DeepseekV4
+from worker.outputs import output_of, refusal_of
 from worker.sampler import Draw, Drawn, sample
 from worker.scheduler import TimeBudget, Work, decodes, schedule
 from worker.sequence import (
@@ -317,7 +318,7 @@ class Engine:
                 self._known[request.request_id] = sequence
                 self._inbox.append(sequence)
             else:
-                self._refusals.append(_refused(request, refusal))
+                self._refusals.append(refusal_of(request, refusal))
         self._wake.set()
 
     def abort(self, request_id: str, *, tenant: str | None = None, owner: str | None = None) -> bool:
@@ -796,7 +797,7 @@ class Engine:
             self._counters.tokens_emitted += len(new)
             reason = finish_reason(sequence, self._model.eos_token_ids)
             if reason == types_pb2.FINISH_REASON_UNSPECIFIED:
-                self._outputs.append(_output(sequence, new))
+                self._outputs.append(output_of(sequence, new))
             else:
                 self._finish(sequence, reason, new=new)
 
@@ -888,7 +889,7 @@ class Engine:
                 self._counters.sequences_failed += 1
             else:
                 self._counters.sequences_finished += 1
-            self._outputs.append(_output(sequence, new, reason, error))
+            self._outputs.append(output_of(sequence, new, reason, error))
             self._spans.ended(sequence, reason, error)
 
     def _leave_all(self, failure: TailpackError) -> None:
@@ -962,42 +963,6 @@ def _drafter(config: WorkerConfig, model: Model, kv: KvView) -> Drafter | None:
 
 def _draw(sequence: Sequence) -> Draw:
     return Draw(sequence.request.sampling, sequence.token_ids, sequence.seen)
-
-
-def _output(
-    sequence: Sequence,
-    new: Seq[Drawn],
-    reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED,
-    error: TailpackError | None = None,
-) -> Output:
-    last = reason != types_pb2.FINISH_REASON_UNSPECIFIED
-    sampled = not sequence.request.sampling.greedy
-    seed = sequence.request.sampling.seed if sampled and not sequence.seed_reported else None
-    sequence.seed_reported = True
-    return Output(
-        request_id=sequence.request.request_id,
-        owner=sequence.request.owner,
-        token_offset=sequence.num_emitted - len(new),
-        token_ids=tuple(each.token_id for each in new),
-        logprobs=tuple(each.logprobs for each in new if each.logprobs is not None),
-        finish_reason=reason,
-        error=error,
-        usage=sequence.usage() if last else None,
-        timings=sequence.timings(time.monotonic_ns()) if last else None,
-        seed=seed,
-    )
-
-
-def _refused(request: Request, error: TailpackError) -> Output:
-    return Output(
-        request_id=request.request_id,
-        owner=request.owner,
-        token_offset=len(request.emitted),
-        finish_reason=types_pb2.FINISH_REASON_ERROR,
-        error=error,
-        usage=types_pb2.Usage(prompt_tokens=len(request.prompt), output_tokens=len(request.emitted)),
-        timings=types_pb2.Timings(),
-    )
 
 
 def _duplicate(request_id: str) -> AlreadyExists:
