@@ -45,6 +45,7 @@ from worker.lasting import KvMemory
 from worker.model_runner import ModelRunner, Slices, Step
 from worker.models.deepseek_v4 import DeepseekV4
 from worker.outputs import output_of, refusal_of
+from worker.pace import Pace
 from worker.sampler import Draw, Drawn, sample
 from worker.scheduler import TimeBudget, Work, decodes, schedule
 from worker.sequence import (
@@ -60,7 +61,6 @@ from worker.sequence import (
 )
 from worker.sequence_kv import Behind, Kept, NewPages, SequenceKv
 from worker.speculation import Drafter, accepted
-from worker.step_time import PrefillTime
 from worker.tracing import NoSpans, NoStep, TracedStep
 from worker.trials import Trials
 from worker.waiting import Waiting
@@ -71,13 +71,9 @@ log = structlog.get_logger("engine")
 IDLE_REPORT_S = 1.0
 GROWTH_TOKENS = 256
 """In admission "recompute" a sequence is promised this much more than it has, again and again."""
-STEP_OF_DECODE = 2.0
-"""A step with decode rows takes at most so much of what they take alone, where the config does not say."""
 CHUNK_BY_LAYERS = 1024
 """Prompt tokens that are computed together beside decode rows, a few layers a step: so many that products are near the
 GPU's speed and a long history is seldom gathered, so few that one layer of them is a small part of a step."""
-FIRST_STEP_S = 0.05  # while that is not known
-DECODE_SHARE = 0.1  # of a step in the running mean
 WARM_UP = "warm-up"  # id of the first sequence of all
 
 
@@ -182,9 +178,7 @@ class Engine:
         self._ended = Ended(self._held)
         self._flight: _Flight | None = None  # launched, and its tokens not read
         self._chunk: _Chunk | None = None
-        self._layer_token_s = 0.0  # a layer of the newest chunk, a token; 0: not known
-        self._prefill_time = PrefillTime()
-        self._decode_s = 0.0  # what decode rows take alone; 0: not known
+        self._pace = self._new_pace()
         self._outputs: list[Output] = []
         self._admission_blocked = False  # the oldest waiting sequence was refused, and nothing has changed since
         self._in_step: list[Work] = []
@@ -235,7 +229,7 @@ class Engine:
         finally:
             self._emit, self._spans = emit, spans
             self._counters = Load()
-            self._prefill_time, self._decode_s = PrefillTime(), 0.0  # first steps take longer
+            self._pace = self._new_pace()  # first steps take longer
             self._publish_load()
         outputs = [output for result in said for output in result.outputs if output.request_id == WARM_UP]
         if not any(output.token_ids for output in outputs):
@@ -465,29 +459,15 @@ class Engine:
                     self._land_chunk()  # while the GPU decodes
             self._counters.num_steps += 1
             self._counters.last_step_ns = time.monotonic_ns() - began_ns
-            self._learn(flight, (time.monotonic_ns() - began_ns) / 1e9)
+            self._pace.learn(flight.work, flight.captured_s, (time.monotonic_ns() - began_ns) / 1e9)
         elif self._chunk is not None:  # nobody decodes any more
             self._land_chunk()
             self._counters.num_steps += 1
         self._in_step = []
         self._publish()
 
-    def _learn(self, flight: _Flight, seconds: float) -> None:
-        """From how long a step took."""
-        chunks = [(w.start, w.count) for w in flight.work if w.count > 1 + w.num_drafts]
-        decoded = len(chunks) < len(flight.work)
-        alone_s = flight.captured_s or (0.0 if chunks or self._config.decode_graphs else seconds)
-        if decoded and alone_s:
-            self._decode_s += DECODE_SHARE * (alone_s - self._decode_s) if self._decode_s else alone_s
-        if chunks and (self._decode_s or not decoded):
-            self._prefill_time.observe(chunks, seconds - decoded * (flight.captured_s or self._decode_s))
-
-    def _budget_s(self) -> float:
-        """For prompt tokens in a step in which others decode; 0 or less: no limit."""
-        budget_s = self._config.step_time_budget_ms / 1e3
-        if budget_s < 0:
-            budget_s = STEP_OF_DECODE * self._decode_s or FIRST_STEP_S
-        return budget_s - self._decode_s
+    def _new_pace(self) -> Pace:
+        return Pace(self._config.step_time_budget_ms, decode_graphs=self._config.decode_graphs)
 
     @property
     def _by_layers(self) -> bool:
@@ -512,7 +492,7 @@ class Engine:
             prefill_budget=budget,
             deterministic=self._config.deterministic,
             one_span=self._config.deterministic and (self._held.has_tails or self._drafter is not None),
-            time_budget=TimeBudget(self._budget_s(), self._prefill_time) if timed else None,
+            time_budget=TimeBudget(self._pace.budget_s(), self._pace.prefill_time) if timed else None,
         )
         if self._chunk is not None and any(w.end > w.sequence.num_promised for w in work):
             self._land_chunk()  # what grows may drop others
@@ -538,11 +518,11 @@ class Engine:
             return
         slices, tokens = self._chunk.slices, sum(w.count for w in self._chunk.work)
         # Till its own layers have been timed it goes by the chunk before, with care.
-        layer_s = slices.layer_s or self._layer_token_s * tokens
-        most = int(self._budget_s() / layer_s) if layer_s else 1
+        layer_s = slices.layer_s or self._pace.layer_token_s * tokens
+        most = int(self._pace.budget_s() / layer_s) if layer_s else 1
         slices.advance(max(1, most if slices.layer_s else min(2, most)))
         if slices.layer_s:
-            self._layer_token_s = slices.layer_s / tokens
+            self._pace.layer_token_s = slices.layer_s / tokens
 
     def _land_chunk(self) -> None:
         """Launches what is left of a chunk, waits for it and keeps it."""

@@ -378,7 +378,7 @@ def fill(driven: Driven, rows: int) -> list[str]:
         after = {s.request.request_id: s.num_computed for s in driven.engine._running}
         counts = [count - before.get(name, 0) for name, count in after.items()]
         if prompts := [count for count in counts if count > 1]:
-            decode_ms = driven.engine._decode_s * 1e3
+            decode_ms = driven.engine._pace.decode_s * 1e3
             said.append(
                 f"{sum(prompts)} of {len(prompts)} + {len(counts) - len(prompts)}: {took:.1f} ({decode_ms:.1f})"
             )
@@ -476,14 +476,14 @@ def prefill(model: Model, device: str, mode: str, sizes: Sizes) -> dict[str, Any
             "steps": len(spent),
             "tokens_by_eighth": quarters,
             "chunk_ms_by_eighth": [round(spent[i * len(spent) // 8], 1) for i in range(8)],
-            "layer_us_a_token": round(driven.engine._layer_token_s * 1e6, 3),
+            "layer_us_a_token": round(driven.engine._pace.layer_token_s * 1e6, 3),
             "chunks_landed": sum(count > 0 for count in sizes_of_chunks),
             "slow_steps": [
                 [at, round(ms, 1), sizes_of_chunks[at]]
                 for at, ms in enumerate(spent)
                 if ms > 2.4 * percentiles(calm)[1]
             ][:24],
-            "decode_s": driven.engine._decode_s,
+            "decode_s": driven.engine._pace.decode_s,
         }
         if torch.cuda.is_available():  # behind what is measured: the profiler's first step takes seconds
             driven.submit("profiled", prompt(97, length), 1)
