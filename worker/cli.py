@@ -26,10 +26,10 @@ from protos.tls_options import server_tls, server_tls_options
 from worker.config import (
     ADMISSIONS,
     BF16,
-    CPU_CHUNK_TOKENS,
+    CAPTURED_CHUNK_TOKENS,
+    CHUNK_TOKENS,
     DEFAULT_PRESET,
     FP8_BLOCK,
-    GPU_CHUNK_TOKENS,
     RETENTIONS,
     default_dtype,
 )
@@ -99,7 +99,7 @@ standby_option = advanced_option(
 prefill_chunk_option = advanced_option(
     "--prefill-chunk",
     default=0,
-    help=f"Prompt tokens of a step, at most.  [default: {GPU_CHUNK_TOKENS} on a GPU, else {CPU_CHUNK_TOKENS}]",
+    help=f"Prompt tokens of a step, at most.  [default: {CHUNK_TOKENS}; {CAPTURED_CHUNK_TOKENS} with --decode-graphs]",
 )
 step_time_budget_option = advanced_option(
     "--step-time-budget-ms",

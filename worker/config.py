@@ -18,7 +18,7 @@ RETENTIONS = ("all", "checkpoints", "none")
 ADMISSIONS = ("worst_case", "recompute")
 FP8_BLOCK, BF16 = "fp8_block", "bf16"
 WEIGHTS = ("", BF16, FP8_BLOCK)
-CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 256, 1024  # of a step's prompts, where nothing is asked for
+CHUNK_TOKENS, CAPTURED_CHUNK_TOKENS = 256, 1024  # of a step's prompts, where nothing is asked for
 DEFAULT_PRESET = "tq4"  # of mode turboquant, where none is named
 
 GPU = "cuda:"
@@ -52,8 +52,8 @@ class WorkerConfig:
         max_running: sequences that a step can hold.
         max_waiting: sequences that may queue behind them; more are refused (QUEUE_FULL).
         max_sequence_tokens: prompt and output together; 0 takes the model's.
-        prefill_chunk: prompt tokens that one step may compute; 0: 256 on the CPU, 1024 on a GPU. In deterministic mode
-            it counts in whole spans of 128 tokens, at least one, and does not change any result.
+        prefill_chunk: prompt tokens that one step may compute; 0: 256, and with decode_graphs 1024. In deterministic
+            mode it counts in whole spans of 128 tokens, at least one, and does not change any result.
         step_time_budget_ms: how long a step with decode rows may take, so that a long prompt beside them does not stall
             them: its chunk is cut to the time that is left, as measured in the steps before; with decode_graphs, llama
             family, it runs a few layers a step instead. 0: no limit; -1: twice what the decode rows take
@@ -184,8 +184,8 @@ class WorkerConfig:
 
     @property
     def chunk_tokens(self) -> int:
-        """What prefill_chunk means on this device."""
-        return self.prefill_chunk or (GPU_CHUNK_TOKENS if self.on_gpu else CPU_CHUNK_TOKENS)
+        """What prefill_chunk means: without captured steps a whole chunk stands between two tokens of the others."""
+        return self.prefill_chunk or (CAPTURED_CHUNK_TOKENS if self.decode_graphs else CHUNK_TOKENS)
 
     @property
     def num_checkpoints(self) -> int:

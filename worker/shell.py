@@ -170,7 +170,7 @@ async def serve(
 
     health = _Health(server, loop)
     device = store_name(config.device)
-    log.info("prompt tokens of a step", at_most=config.chunk_tokens, asked_for=config.prefill_chunk or "by the device")
+    log.info("prompt tokens of a step", at_most=config.chunk_tokens, asked_for=config.prefill_chunk or "default")
     ledger, budget = await asyncio.to_thread(_open_books, config, device)
     model, lease = prepared if prepared is not None else await asyncio.to_thread(prepare, config)
     owners.loaded(ledger, config, model)

@@ -20,6 +20,7 @@ from tests.unit.torch_step import TorchLayers, TorchStep
 from worker import model_runner
 from worker.decode_rows import DecodeRows
 from worker.decode_state import STOPS
+from worker.pace import Pace
 from worker.trials import Trials
 
 _LIVES = ((120, 20), (3, 9), (270, 12), (30, 4), (14, 16), (250, 30))
@@ -280,7 +281,7 @@ def test_a_sequence_on_trial_has_its_step_for_itself_also_where_a_prompt_is_betw
     engine._land, engine._land_chunk = landed, chunk_landed  # type: ignore[method-assign]
     engine.submit(requests[3])
     with pytest.MonkeyPatch.context() as patch:  # a layer a step: the prompt is under way when the trials begin
-        patch.setattr(type(engine), "_budget_s", lambda self: 1e-9)
+        patch.setattr(Pace, "budget_s", lambda self: 1e-9)
         told = harness.run()
     assert sorted(steps[0]) == ["long", "short0"], "the others first"
     assert chunks[0] == ["long"], "whom a failure would be laid on"

@@ -28,10 +28,11 @@ def test_devices(device: str) -> None:
     assert WorkerConfig.from_dict({**LEAST, "device": device}).on_gpu == device.startswith("cuda")
 
 
-@pytest.mark.parametrize(("device", "tokens"), [("cpu:1", 256), ("cuda:0", 1024)])
-def test_the_device_decides_how_many_prompt_tokens_a_step_computes_unless_it_is_said(device: str, tokens: int) -> None:
-    assert WorkerConfig.from_dict({**LEAST, "device": device}).chunk_tokens == tokens
-    assert WorkerConfig.from_dict({**LEAST, "device": device, "prefill_chunk": "300"}).chunk_tokens == 300
+@pytest.mark.parametrize(("decode_graphs", "tokens"), [(False, 256), (True, 1024)])
+def test_a_step_computes_more_of_a_prompt_where_decode_steps_are_captured(decode_graphs: bool, tokens: int) -> None:
+    given = {**LEAST, "device": "cuda:0", "decode_graphs": decode_graphs}
+    assert WorkerConfig.from_dict(given).chunk_tokens == tokens
+    assert WorkerConfig.from_dict({**given, "prefill_chunk": "300"}).chunk_tokens == 300
 
 
 @pytest.mark.parametrize("word", ["0", "false", "No", "off", "", False])
