@@ -276,6 +276,8 @@ class AsyncTailpack:
                     async for chunk in chunks:
                         yield chunk
                 return
+        if self._closed:  # by another, between a goodbye and this
+            raise RequestCancelled("the client was closed")
         chunks = self._own_stream(address, message, state.remaining_s(time.monotonic()), metadata)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:

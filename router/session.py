@@ -119,6 +119,7 @@ class Session:
         self._look: asyncio.TimerHandle | None = None
         self._said_goodbye = False
         self._is_left = False  # by a caller who heard no goodbye
+        self._handler: asyncio.Task[object] | None = None
         self._failure: Exception | None = None
 
     async def serve(
@@ -133,6 +134,7 @@ class Session:
         self._requests.admission.check_open()
         self._requests.check_room_for_a_session()
         self._requests.sessions.add(self)
+        self._handler = asyncio.current_task()
         self._idle_since_s = asyncio.get_running_loop().time()
         self._look_for_calls()
         reader = asyncio.create_task(self._read(requests))
@@ -156,18 +158,24 @@ class Session:
         self._said_goodbye = True
 
     def _look_for_calls(self) -> None:
-        """Says goodbye where there were none for long; ends the stream where the caller minds no goodbye."""
+        """Says goodbye where there were none for long; ends the stream where the caller minds no goodbye, and at last
+        the handler, where it waits for a caller that reads nothing.
+        """
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        if self._calls or self._outbox:
+        if self._calls or (self._outbox and not self._said_goodbye):
             self._idle_since_s = now_s  # at the earliest
         patience_s = UNHEARD_S if self._said_goodbye else self._requests.session_idle_s
         if now_s - self._idle_since_s >= patience_s:
+            if self._is_left:
+                if self._handler is not None:
+                    self._handler.cancel()
+                return
             if self._said_goodbye:
                 self._is_left = True
                 self._wake.set()
-                return
-            self.say_goodbye()
+            else:
+                self.say_goodbye()
             self._idle_since_s, patience_s = now_s, UNHEARD_S
         self._look = loop.call_at(self._idle_since_s + patience_s, self._look_for_calls)
 

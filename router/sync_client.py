@@ -198,6 +198,8 @@ class Tailpack:
                     timeout_s=state.remaining_s(time.monotonic()),
                 )
                 return
+        if self._closed:  # by another, between a goodbye and this
+            raise RequestCancelled("the client was closed")
         yield from self._own_stream(address, message, state.remaining_s(time.monotonic()), metadata)
 
     def _own_stream(

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -634,6 +634,25 @@ async def test_who_hears_no_goodbye_finds_the_stream_ended_as_usual(
             pass
         assert one.goodbye and await one.stream.code() is grpc.StatusCode.OK
         await until(lambda: not it.requests.sessions)
+
+
+async def test_who_reads_nothing_is_ended_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "UNHEARD_S", 0.05)
+
+    async def silent() -> AsyncIterator[router_pb2.SessionRequest]:
+        await asyncio.Event().wait()
+        yield router_pb2.SessionRequest()
+
+    async with cluster(folder, HELD, session_idle_s=0.05) as it:
+
+        async def handler() -> None:
+            async with aclosing(session.Session(it.requests, str).serve(silent())) as messages:
+                async for _ in messages:
+                    await asyncio.Event().wait()  # its window is full
+
+        serving = asyncio.create_task(handler())
+        await asyncio.wait({serving}, timeout=HANG_S)
+        assert serving.cancelled() and not it.requests.sessions
 
 
 @pytest.mark.parametrize("flavour", [AsyncTailpack, Tailpack])
