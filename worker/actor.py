@@ -26,6 +26,7 @@ from protos.metrics import OFF
 from protos.tls import ServerTls
 from worker.config import WorkerConfig
 from worker.standby import begin
+from worker.turn import Turn
 
 if TYPE_CHECKING:  # both bring torch, which takes seconds: not before somebody waits for it
     from worker.gpu import Gpu
@@ -37,7 +38,7 @@ LAST_WORDS_S = 5.0
 """How long a worker that could not start stays to tell ``ready`` why, before Ray restarts it."""
 ASKED_S = 0.5
 """The call may be under way. Where none comes, as at all that Ray starts again, nobody is told: a start that failed
-must not keep its turn, or Ray.
+must not keep its turn from who stands by. Where nobody does, it stays: Ray starts it again without a pause.
 """
 
 
@@ -122,10 +123,14 @@ class WorkerActor:
             log.error("worker failed", error=str(failure), exc_info=None if named else failure)
             if not self._ready.done():
                 self._ready.set_exception(failure)
-                if self._asked.wait(ASKED_S):
+                if self._asked.wait(ASKED_S) or not self._is_awaited():
                     time.sleep(LAST_WORDS_S)
             os._exit(1)  # Ray restarts the actor; a half-dead worker must not linger
         self._ended.set_result(None)
+
+    def _is_awaited(self) -> bool:
+        config = WorkerConfig.from_dict(self._config)
+        return Turn.is_awaited(Turn.path(config.kv_socket, config.worker_id))
 
     async def _serve(self) -> None:
         stop = asyncio.Event()

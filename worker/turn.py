@@ -13,6 +13,7 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
@@ -75,25 +76,44 @@ class Turn:
             return
         while True:
             await asyncio.sleep(LOOK_S)
-            if (pid := self._holder()) is None:
-                continue
-            holder = Holder(pid)
             try:
-                # Looked at twice: the descriptor may be of a process that got the pid of the one that ended between.
-                if self._holder() == pid and await _stays_stopped(holder) and self._holder() == pid and holder.kill():
-                    log.warning("the process whose turn it is was stopped, and is ended", pid=pid)
-            finally:
-                holder.close()
+                await self._end_if_stopped()
+            except (OSError, ValueError, IndexError) as unclear:
+                log.warning("who has the turn could not be seen", error=repr(unclear))
+
+    async def _end_if_stopped(self) -> None:
+        if (pid := self._holder()) is None:
+            return
+        holder = Holder(pid)
+        try:
+            # Looked at twice: the descriptor may be of a process that got the pid of the one that ended between.
+            if self._holder() == pid and await _stays_stopped(holder) and self._holder() == pid and holder.kill():
+                log.warning("the process whose turn it is was stopped, and is ended", pid=pid)
+        finally:
+            holder.close()
 
     def _holder(self) -> int | None:
         """The pid of who has the lock; None: nobody, or somebody who cannot be seen from here."""
-        mine = os.fstat(self._fd)
-        for line in LOCKS.read_text().splitlines():
-            # "7: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF"; of who waits: "7: -> FLOCK ..."
-            words = line.split()
-            if words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == mine.st_ino and _has_open(words[4], mine):
-                return int(words[4])
-        return None
+        return next(_pids(os.fstat(self._fd), waiting=False), None)
+
+    @staticmethod
+    def is_awaited(path: Path) -> bool:
+        """Whether somebody stands by, as far as can be seen from here."""
+        try:
+            return any(_pids(path.stat(), waiting=True))
+        except OSError:
+            return False
+
+
+def _pids(file: os.stat_result, *, waiting: bool) -> Iterator[int]:
+    """Of who has a file's lock, or waits for it."""
+    for line in LOCKS.read_text().splitlines():
+        # "7: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF"; of who waits: "7: -> FLOCK ..."
+        _, *words = line.split()
+        if waiting == (words[0] == "->"):
+            kind, _, _, pid, inode, *_ = words[waiting:]
+            if kind == "FLOCK" and int(inode.rpartition(":")[2]) == file.st_ino and _has_open(pid, file):
+                yield int(pid)
 
 
 def _has_open(pid: str, file: os.stat_result) -> bool:
@@ -104,9 +124,18 @@ def _has_open(pid: str, file: os.stat_result) -> bool:
         return False
 
 
+def _cpu_ticks(pid: int) -> str:
+    """What it has used so far; empty: it is gone. proc(5), /proc/pid/stat: utime, stime."""
+    try:
+        return " ".join(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
+    except OSError:
+        return ""
+
+
 async def _stays_stopped(holder: Holder) -> bool:
-    since = time.monotonic()
-    while holder.is_stopped():
+    """Also not let go in between, as by who holds it to a share of a CPU."""
+    since, used = time.monotonic(), _cpu_ticks(holder.pid)
+    while holder.is_stopped() and _cpu_ticks(holder.pid) == used:
         if time.monotonic() - since >= STOPPED_S:
             return True
         await asyncio.sleep(min(LOOK_S, STOPPED_S))

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,9 +77,11 @@ async def test_who_is_stopped_before_it_attached_loses_its_turn(
         assert worker.wait(10) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("asked", [True, False])
-async def test_a_start_that_failed_stays_only_for_who_asks_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+@pytest.mark.parametrize(
+    ("asked", "awaited", "stays"), [(True, True, True), (False, True, False), (False, False, True)]
+)
+async def test_a_start_that_failed_stays_for_who_asks_why_and_else_keeps_nobody_from_the_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, awaited: bool, stays: bool
 ) -> None:
     go_on, over = threading.Event(), threading.Event()
     stayed: list[float] = []
@@ -93,6 +96,14 @@ async def test_a_start_that_failed_stays_only_for_who_asks_why(
     monkeypatch.setattr(actor, "time", SimpleNamespace(sleep=stayed.append))
     monkeypatch.setattr(actor, "os", SimpleNamespace(_exit=lambda status: over.set()))
     config = WorkerConfig(tmp_path, "tiny", worker_id="w", kv_socket=tmp_path / "kvstore.sock")
+    path = Turn.path(config.kv_socket, config.worker_id)
+    holder, next_one = Turn(path), Turn(path)
+    assert holder.take()
+    if awaited:
+        came = next_one.wait()
+        await asyncio.to_thread(until_it_is, lambda: Turn.is_awaited(path))
+        assert not came.is_set()
+    assert Turn.is_awaited(path) == awaited
     made = actor.WorkerActor(config.to_dict(), "127.0.0.1:0", 0.0)
     answer = asyncio.create_task(made.ready()) if asked else None
     go_on.set()
@@ -100,7 +111,15 @@ async def test_a_start_that_failed_stays_only_for_who_asks_why(
         with pytest.raises(PreconditionFailed, match="a bad checkpoint"):
             await answer
     assert await asyncio.to_thread(over.wait, 20)
-    assert stayed == ([actor.LAST_WORDS_S] if asked else [])
+    assert stayed == ([actor.LAST_WORDS_S] if stays else [])
+    holder.give_back()
+
+
+def until_it_is(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
 
 
 def test_workers_of_one_node_have_turns_of_their_own(tmp_path: Path) -> None:
