@@ -104,14 +104,15 @@ prefill_chunk_option = advanced_option(
 step_time_budget_option = advanced_option(
     "--step-time-budget-ms",
     default=-1,
-    help="Of a step in which others decode: prompts are cut to it. 0: none.  [default: twice the decoding]",
+    help="Of a step in which others decode: prompts are cut to it. 0: none.  "
+    "[default: twice the decoding with --decode-graphs, else none]",
 )
 weights_option = advanced_option(
     "--weights",
     default="",
     metavar=f"[{BF16}|{FP8_BLOCK}]",
     help="Llama family: fp8_block quantises them, on GPUs, and is not measured in service yet; bf16 holds FP8 files "
-    "dequantised.  [default: as the files have them; on CPUs dequantised]",
+    "dequantised.  [default: as the files have them with --decode-graphs, else dequantised]",
 )
 weights_arena_option = advanced_option(
     "--weights-arena/--no-weights-arena",

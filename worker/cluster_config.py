@@ -220,7 +220,7 @@ def arena_bytes_of(config: ClusterConfig) -> int:
         CapacityError: MODEL_TOO_LARGE, the weights alone do not fit, with what they take by owner; NOT_ENOUGH_MEMORY,
             the arenas do not fit beside them.
     """
-    uses = planned_uses(config.model, config.dtype, config.weights, on_gpu=bool(config.gpus))
+    uses = planned_uses(config.model, config.dtype, config.weights, captured=config.decode_graphs)
     weights = total(uses)
     if config.gpus:
         return _gpu_arena_bytes(config, uses)
@@ -245,7 +245,7 @@ def memory_table(config: ClusterConfig, arena_bytes: int) -> tuple[Use, ...]:
     """What each worker will take of its device, by owner."""
     workspaces = GPU_HEADROOM_BYTES if config.gpus else HEADROOM_BYTES // config.workers
     return (
-        *planned_uses(config.model, config.dtype, config.weights, on_gpu=bool(config.gpus)),
+        *planned_uses(config.model, config.dtype, config.weights, captured=config.decode_graphs),
         Use("KV arenas", arena_bytes),
         Use("workspaces, at most", workspaces),
     )

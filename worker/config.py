@@ -70,7 +70,7 @@ class WorkerConfig:
         weights: "fp8_block" quantises the products' weights as they are loaded, in blocks of 128 x 128, and keeps
             nothing else of them: half the memory, and what a decode step of few rows reads. Llama family in bfloat16 on
             a GPU, with decode_graphs. Files that hold such blocks already are held as they are, and by default too.
-            "bf16" dequantises those as they are loaded. Empty follows the files; on a CPU blocks are dequantised.
+            "bf16" dequantises those as they are loaded. Empty holds them with decode_graphs, else "bf16".
         weights_arena: the kvstore holds the weights, so that the next life of this worker maps them instead of loading
             them, and workers of the same model on one host share them.
         adopt_grace_s: how long a sequence taken over from an earlier life of the worker goes on without its router;

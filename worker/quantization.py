@@ -57,8 +57,8 @@ def stored_blocks(config: Mapping[str, Any]) -> StoredBlocks | None:
     if asked.get("weight_block_size") != [BLOCK, BLOCK]:
         raise _refused("weight_block_size", asked.get("weight_block_size"), f"[{BLOCK}, {BLOCK}]")
     for key, allowed in _ALLOWED.items():
-        if asked.get(key, allowed[0]) not in allowed:
-            raise _refused(key, asked[key], " or ".join(map(str, allowed)))
+        if (value := asked.get(key)) is not None and value not in allowed:
+            raise _refused(key, value, " or ".join(map(str, allowed)))
     kept: list[str] = []
     for key in _KEPT:
         names = asked.get(key) or []

@@ -105,10 +105,7 @@ def size(
         }
     )
     geometry = shapes.geometry(config, dtype_name(config.dtype, raw), tokens)
-    if folder:
-        weights = planned_uses(folder, config.dtype, on_gpu=config.on_gpu)
-    else:
-        weights = _uses_by_config(shapes, raw, config.dtype, on_gpu=config.on_gpu)
+    weights = planned_uses(folder, config.dtype) if folder else _uses_by_config(shapes, raw, config.dtype)
     needed = need(config, geometry, weights, tokens, machine)
     most = most_sequences(config, geometry, weights, tokens, machine)
     (print_json if as_json else print_tables)(config, geometry, needed, most, machine, weights_seen=folder is not None)
@@ -148,14 +145,14 @@ def _model(model: str) -> tuple[Mapping[str, Any], Path | None]:
     return model_config.read_json(folder / "config.json"), folder
 
 
-def _uses_by_config(shapes: Architecture, raw: Mapping[str, Any], dtype: str, *, on_gpu: bool) -> tuple[Use, ...]:
+def _uses_by_config(shapes: Architecture, raw: Mapping[str, Any], dtype: str) -> tuple[Use, ...]:
     """As ``planned_uses``, of files that are not here: stored as config.json says."""
     own = _SAFETENSORS[dtype_name("auto", raw)]
 
     def stored(wanted: Expected) -> Stored:
         return Stored(Path("none"), _FILE_DTYPES.get(wanted.dtypes, "F8_E8M0") or own, wanted.shape)
 
-    expected = shapes.tensors(in_blocks=WeightsForm.of(shapes, "", on_gpu=on_gpu).held)
+    expected = shapes.tensors(in_blocks=WeightsForm.of(shapes, "", captured=False).held)
     found = {name: stored(wanted) for name, wanted in expected.items()}
     return weight_uses(expected, found, dtype_name(dtype, raw))
 

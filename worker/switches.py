@@ -54,8 +54,8 @@ def switches(config: WorkerConfig, geometry: CacheGeometry, arch: str, weights: 
         types_pb2.Switch(
             name="weights",
             configured=config.weights or "as stored",
-            engaged=weights.told(config),
-            evidence=FP8_BLOCK_RECORDS.get(arch, "") if weights.held and config.decode_graphs else "",
+            engaged=weights.told(config.weights),
+            evidence=FP8_BLOCK_RECORDS.get(arch, "") if weights.held else "",
         ),
         types_pb2.Switch(
             name="prefix-reuse",

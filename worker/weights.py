@@ -106,7 +106,7 @@ class Plan:
     def load(self, progress: Progress | None = None) -> tuple[Network, bytes]:
         """Reads the weights. Returns the network and the weights' digest. Raises MODEL_TOO_LARGE, ModelError."""
         uses = self.uses
-        told = self.form.told(self.config)
+        told = self.form.told(self.config.weights)
         log.info("memory of the model", weights=told, uses=memory_plan.table(uses), arenas=self.config.arena_bytes)
         memory_plan.demand_fit(uses, *_room(self.device))  # arenas apart: the store may hold them already
         with Tensors(self.expected, self.found, TORCH_DTYPES[self.dtype], self.device, progress) as weights:
@@ -164,18 +164,18 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Model:
     return plan.model(network, digest, uses)
 
 
-def planned_uses(folder: Path, dtype: str, weights: str = "", *, on_gpu: bool = False) -> tuple[memory_plan.Use, ...]:
+def planned_uses(folder: Path, dtype: str, weights: str = "", *, captured: bool = False) -> tuple[memory_plan.Use, ...]:
     """What a model's weights will take, by owner; config.json and the files' headers are checked, nothing is loaded.
 
     Args:
-        dtype, weights: as in ``WorkerConfig``.
+        dtype, weights: as in ``WorkerConfig``. captured: its decode_graphs.
 
     Raises:
         ModelError: as ``load_model`` does for anything that shows without reading weights.
     """
     raw = model_config.read_json(folder / "config.json")
     shapes = architecture(raw)
-    form = WeightsForm.of(shapes, weights, on_gpu=on_gpu)
+    form = WeightsForm.of(shapes, weights, captured=captured)
     return memory_plan.weight_uses(*_matched(shapes, folder, form), dtype_name(dtype, raw))
 
 

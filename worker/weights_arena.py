@@ -47,7 +47,7 @@ def open_model(config: WorkerConfig, driver: Driver | None = None) -> tuple[Mode
         driver = driver or memory_of(store_name(config.device))
     where = store_name(config.device) if config.on_gpu else host_memory(os.sched_getaffinity(0))
     key = _key(plan, layout, where)
-    told = plan.form.told(config)
+    told = plan.form.told(config.weights)
     lease = use_weights(
         config.kv_socket,
         worker_id=config.worker_id,

@@ -1,7 +1,7 @@
 """How a model's weights are held, by how its files have them and what is asked for: in blocks of FP8 or as one dtype.
 
-Asked for nothing, a GPU holds FP8 blocks as the files have them. A CPU has no product that reads codes, and would make
-each weight anew for each product: there they are dequantised as they are loaded.
+Asked for nothing, a GPU whose decode steps are captured holds FP8 blocks as the files have them: those steps' products
+read codes. Others would make each weight anew for each product: there blocks are dequantised as they are loaded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class WeightsForm:
     held: bool = False
 
     @staticmethod
-    def of(shapes: Architecture, weights: str, *, on_gpu: bool) -> WeightsForm:
-        """``weights``: as ``WorkerConfig.weights``."""
+    def of(shapes: Architecture, weights: str, *, captured: bool) -> WeightsForm:
+        """``weights``: as ``WorkerConfig.weights``. ``captured``: decode steps are, which is on a GPU."""
         stored = shapes.stored_blocks is not None
-        return WeightsForm(stored, weights == FP8_BLOCK or (stored and weights != BF16 and on_gpu))
+        return WeightsForm(stored, weights == FP8_BLOCK or (stored and weights != BF16 and captured))
 
     @property
     def quantizes(self) -> bool:
@@ -46,12 +46,11 @@ class WeightsForm:
         """Of all weights together, where one name is to say it."""
         return IN_BLOCKS if self.held else FROM_FP8 if self.stored else WEIGHTS
 
-    def told(self, config: WorkerConfig) -> str:
-        """For people: what is engaged."""
+    def told(self, asked: str) -> str:
+        """For people: what is engaged, where ``WorkerConfig.weights`` is ``asked``."""
         if not self.held:
-            return "dequantised from fp8_block" if self.stored else config.weights or "as stored"
-        read = "" if config.decode_graphs else ", made anew for each product without decode-graphs"
-        return f"{FP8_BLOCK}{', as stored' if self.stored else ''}{read}"
+            return "dequantised from fp8_block" if self.stored else asked or "as stored"
+        return f"{FP8_BLOCK}{', as stored' if self.stored else ''}"
 
     def digest(self, of_files: bytes) -> bytes:
         """Of the weights as they are held: other values, other results."""
@@ -77,7 +76,7 @@ def check_weights(config: WorkerConfig, shapes: Architecture, dtype: str) -> Wei
             allowed="the llama family in bfloat16",
             hint="leave weights out",
         )
-    form = WeightsForm.of(shapes, config.weights, on_gpu=config.on_gpu)
+    form = WeightsForm.of(shapes, config.weights, captured=config.decode_graphs)
     if form.held and form.stored and config.decode_graphs:
         _check_captured(shapes, dtype)
     return form
@@ -94,7 +93,7 @@ def _check_captured(shapes: Architecture, dtype: str) -> None:
             reason="WEIGHTS_NOT_ENGAGED",
             given=f"{in_blocks} of {len(products)} products in blocks, in {dtype}",
             allowed="all products of the layers, or none, in bfloat16",
-            hint=f"{DEQUANTIZE}; or leave decode_graphs out",
+            hint=f"{DEQUANTIZE if dtype == 'bfloat16' else '--dtype bfloat16'}; or leave decode_graphs out",
         )
 
 

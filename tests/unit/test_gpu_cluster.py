@@ -119,15 +119,20 @@ def test_weights_count_as_they_will_be_held(tmp_path: Path, machine: dict[str, A
     folder = write_blocks(tmp_path / "model")
     (folder / "tokenizer.json").write_text("{}")
     room = []
-    for settings, owner in (({}, IN_BLOCKS), ({"weights": "bf16"}, FROM_FP8), ({"device": "cpu"}, FROM_FP8)):
+    for settings, owner in (
+        ({"decode_graphs": True}, IN_BLOCKS),
+        ({"weights": "bf16"}, FROM_FP8),
+        ({}, FROM_FP8),
+        ({"device": "cpu"}, FROM_FP8),
+    ):
         made = config(folder, kv_bytes=1 << 20, **settings)
         (held,) = (use for use in memory_table(made, 1 << 20) if "FP8" in use.owner)
         assert held.owner == owner
         room.append(held.num_bytes)
-    assert 1.9 * room[0] < room[1] == room[2] / 2
-    weights = total(planned_uses(folder, "bfloat16", on_gpu=True))
+    assert 1.9 * room[0] < room[1] == room[2] == room[3] / 2
+    weights = total(planned_uses(folder, "bfloat16", captured=True))
     machine["free"] = GPU_HEADROOM_BYTES + weights + (2 << 20)
-    assert arena_bytes_of(config(folder, kv_bytes=2 << 20)) == 2 << 20
+    assert arena_bytes_of(config(folder, kv_bytes=2 << 20, decode_graphs=True)) == 2 << 20
     with pytest.raises(CapacityError, match="weights"):
         config(folder, kv_bytes=2 << 20, weights="bf16")
     refused: list[dict[str, Any]] = [{"dtype": "float16", "decode_graphs": True}, {"device": "cpu", "weights": "bf16"}]
