@@ -13,7 +13,8 @@ One memfd of fixed layout, little-endian, mapped by the store and the worker (en
 
 Sections start at multiples of 4096. The words that the worker writes, ``logged``, ``committed``, ``packed``, ``saved``
 and ``copies_made``, stand on a cache line of their own; the store sets them at Open (prompt length, 0, 0, 0, 0), at
-Truncate (it lowers them, while the worker waits for the answer) and at Release. Word writes are aligned 8-byte stores.
+Truncate (it lowers them, while the worker waits for the answer), at the call behind a Truncate (``copies_made``) and at
+Release. Word writes are aligned 8-byte stores.
 
 Order of writes, so that what a reader finds after a crash is never ahead of the rows:
   worker: rows, ``packed`` where reserved pages were written, token log, ``logged``; ``committed`` after the rows it

@@ -19,7 +19,7 @@ from protos.errors import TailpackError
 from protos.version import UNINSTALLED, release
 
 # Before anything imports gRPC: in a child between fork and exec it would start its threads anew, and end the child with
-# SIGABRT when their descriptors are closed there. Nothing here goes on in a fork without exec.
+# SIGABRT when their descriptors are closed there. None of our commands goes on in a fork without exec.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 

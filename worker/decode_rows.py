@@ -14,7 +14,7 @@ import torch
 from protos.errors import InternalError
 from protos.page_hash import PAGE_TOKENS
 from worker.decode_graphs import DecodeGraphs
-from worker.decode_state import SLOTS, RowStart
+from worker.decode_state import SLOTS, STOPS, RowStart
 from worker.scheduler import Work
 from worker.sequence import Sampling
 from worker.sequence import Sequence as Seq
@@ -174,7 +174,7 @@ class DecodeRows:
         if row is None:
             row = next(free for free in range(len(self._rows) + 1) if free not in self._rows)
         seen, stop = sequence.token_ids[: w.start + 1], sequence.request.stop
-        stops = (*stop.stop_token_ids, *(() if stop.ignore_eos else self._eos_token_ids))
+        stops = (*(() if stop.ignore_eos else self._eos_token_ids), *stop.stop_token_ids)[:STOPS]
         self._row_of[sequence] = row
         self._rows[row] = _Row(
             token=seen[-1],

@@ -26,8 +26,8 @@ after it, so at most two are under way."""
 
 MAX_PATCHES = 4096
 STOPS = 8
-"""Token ids that end a row on the device. Of a sequence that has more, the host alone knows the rest: it drops the row
-that is computed once too often."""
+"""Token ids that end a row on the device, at most. Of a sequence that has more, the host alone knows the rest: it drops
+the row that is computed once too often."""
 
 _FLOATS = ("temperature", "top_p", "min_p", "penalty")
 _WORDS = ("tokens", "num_tokens", "limit", "top_k", *_FLOATS)
@@ -40,7 +40,7 @@ class RowStart:
     Attributes:
         token: the newest token. num_tokens: all, with it.
         limit: the row ends once it has computed that many tokens.
-        stops: and with any of these.
+        stops: and with any of these, STOPS at most.
         pages, bases, tail_slots: by layer group, as ``worker.batch.SpanWork`` has them.
         seen: token ids so far, needed where there is a repetition penalty.
     """
@@ -163,7 +163,7 @@ class DecodeState:
         for name, value in values.items():
             self._patch(name, row, value)
         self._pending += [(self._at["seed"] + 2 * row + i, seed >> 32 * i & 0xFFFFFFFF) for i in (0, 1)]
-        stops = [*start.stops[:STOPS], *[-1] * (STOPS - len(start.stops))]
+        stops = [*start.stops, *[-1] * (STOPS - len(start.stops))]
         self._pending += [(self._at["stops"] + STOPS * row + i, stop) for i, stop in enumerate(stops)]
         for group in self._groups:
             self.set_pages(row, group, 0, start.pages.get(group, ()))

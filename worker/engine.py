@@ -456,7 +456,8 @@ class Engine:
             if ahead is not None and not all(w.sequence.finished for w in ahead.work):
                 self._flight = ahead
                 if self._chunk is not None and self._chunk.slices.is_computed:
-                    self._land_chunk()  # while the GPU decodes
+                    self._publish()  # what this step drew does not wait for what follows
+                    self._land_chunk()
             self._counters.num_steps += 1
             self._counters.last_step_ns = time.monotonic_ns() - began_ns
             self._pace.learn(flight.work, flight.captured_s, (time.monotonic_ns() - began_ns) / 1e9)
@@ -477,7 +478,6 @@ class Engine:
     def _schedule(self) -> list[Work]:
         running, budget = self._trials.of(self._running), self._config.chunk_tokens
         if self._chunk is not None and len(running) < len(self._running):  # a trial's step holds nothing else
-            self._in_step = self._chunk.work
             self._land_chunk()
         decoding = [s for s in running if decodes(s, self._config.deterministic)]
         asked = self._config.step_time_budget_ms
@@ -528,8 +528,12 @@ class Engine:
         """Launches what is left of a chunk, waits for it and keeps it."""
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
+            in_step = self._in_step
+            if self._flight is None:
+                self._in_step = chunk.work  # whom a failure is laid on
             step = chunk.slices.step()
             self._keep(chunk.work, step, chunk.new_pages, None, self._spans.step(chunk.work, self._held.kv.counters))
+            self._in_step = in_step
 
     def _launch(self, work: list[Work]) -> _Flight:
         """Begins a step: its pages are there, and its rows are being computed, or are computed already."""

@@ -317,7 +317,7 @@ class Slices:
 
     @property
     def is_computed(self) -> bool:
-        """Whether ``step`` waits for none of it."""
+        """Whether the GPU is done with all of it."""
         return self.done and self._last is not None and self._last.is_done
 
     def advance(self, num_layers: int) -> None:

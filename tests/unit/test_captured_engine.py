@@ -220,8 +220,8 @@ def test_a_prompt_runs_layer_by_layer_between_decode_steps(captured: Callable[..
 
 
 def test_a_chunk_lands_while_the_gpu_decodes(captured: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its last layers take is waited for by no decode row: steps go on until they are computed, and the host keeps
-    the chunk's rows beside one.
+    """What its last layers take is waited for by no decode row: steps go on until they are computed. Then the host
+    keeps the chunk's rows, behind what the steps before have to say.
     """
     requests = [request("short", prompt(1, 20), 60), request("long", prompt(2, 700), 3)]
     want: dict[str, list[int]] = {}
@@ -240,6 +240,7 @@ def test_a_chunk_lands_while_the_gpu_decodes(captured: Callable[..., Harness], m
         return launch(work)
 
     def landed() -> None:
+        assert not engine._outputs
         events.append("landed beside a step" if engine._flight is not None else "landed")
         land()
 
@@ -275,7 +276,15 @@ def test_a_sequence_on_trial_has_its_step_for_itself_also_where_a_prompt_is_betw
         land(flight)
 
     def chunk_landed() -> None:
-        chunks.append(in_step())
+        slices: Any = engine._chunk and engine._chunk.slices
+        if slices:
+            wait = slices.step
+
+            def waited() -> Any:
+                chunks.append(in_step())
+                return wait()
+
+            slices.step = waited
         land_chunk()
 
     engine._land, engine._land_chunk = landed, chunk_landed  # type: ignore[method-assign]
