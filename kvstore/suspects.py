@@ -45,11 +45,19 @@ class Holder:
 
     def is_stopped(self) -> bool:
         """Whether it is held by a signal (SIGSTOP); one that a debugger holds is not."""
+        return self._stat()[:1] == ["T"]
+
+    def cpu_ticks(self) -> list[str]:
+        """Of time on a CPU so far, in user mode and in the kernel; empty: it is gone."""
+        return self._stat()[11:13]
+
+    def _stat(self) -> list[str]:
+        """proc(5), /proc/pid/stat, from the state on; empty: it is gone."""
         try:
             # The name in parentheses may hold anything; the state follows its end.
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except (OSError, IndexError):
-            return False
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return []
 
     def kill(self) -> bool:
         """SIGKILL; False where it was sent before, or could not be. Never to this process itself: it can be trusted."""

@@ -9,6 +9,7 @@ it (``end_stopped``).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import threading
@@ -62,7 +63,8 @@ class Turn:
 
         def block() -> None:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            loop.call_soon_threadsafe(event.set)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: this process is about to end
+                loop.call_soon_threadsafe(event.set)
 
         threading.Thread(target=block, name="turn", daemon=True).start()
         return event
@@ -124,18 +126,10 @@ def _has_open(pid: str, file: os.stat_result) -> bool:
         return False
 
 
-def _cpu_ticks(pid: int) -> str:
-    """What it has used so far; empty: it is gone. proc(5), /proc/pid/stat: utime, stime."""
-    try:
-        return " ".join(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
-    except OSError:
-        return ""
-
-
 async def _stays_stopped(holder: Holder) -> bool:
     """Also not let go in between, as by who holds it to a share of a CPU."""
-    since, used = time.monotonic(), _cpu_ticks(holder.pid)
-    while holder.is_stopped() and _cpu_ticks(holder.pid) == used:
+    since, used = time.monotonic(), holder.cpu_ticks()
+    while holder.is_stopped() and holder.cpu_ticks() == used:
         if time.monotonic() - since >= STOPPED_S:
             return True
         await asyncio.sleep(min(LOOK_S, STOPPED_S))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,48 @@ async def test_who_is_stopped_before_it_attached_loses_its_turn(
         assert worker.wait(10) == -signal.SIGKILL
 
 
+class Looked:
+    """A process as a look at /proc finds it each time: stopped, having used so much."""
+
+    def __init__(self, *ticks: int) -> None:
+        self._ticks = iter(ticks)
+
+    def is_stopped(self) -> bool:
+        return True
+
+    def cpu_ticks(self) -> list[str]:
+        return [str(next(self._ticks)), "0"]
+
+
+@pytest.mark.parametrize(("ticks", "stays"), [((7, 7, 7, 7, 7, 7, 7, 7), True), ((7, 7, 8), False)])
+async def test_a_process_that_is_let_go_between_two_looks_is_not_stopped(
+    monkeypatch: pytest.MonkeyPatch, ticks: tuple[int, ...], stays: bool
+) -> None:
+    monkeypatch.setattr(turn, "LOOK_S", 0.05)
+    monkeypatch.setattr(turn, "STOPPED_S", 0.12)
+    looked: Any = Looked(*ticks)
+    assert await turn._stays_stopped(looked) == stays
+
+
+async def test_who_looks_goes_on_where_it_cannot_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn, "LOOK_S", 0.01)
+    looks = 0
+    again = asyncio.Event()
+
+    def holder(self: Turn) -> int | None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            raise IndexError("a line that was cut")
+        again.set()
+        return None
+
+    monkeypatch.setattr(Turn, "_holder", holder)
+    looking = asyncio.create_task(Turn(tmp_path / "w.turn").end_stopped())
+    await asyncio.wait_for(again.wait(), 60)
+    looking.cancel()
+
+
 @pytest.mark.parametrize(
     ("asked", "awaited", "stays"), [(True, True, True), (False, True, False), (False, False, True)]
 )
@@ -99,6 +142,7 @@ async def test_a_start_that_failed_stays_for_who_asks_why_and_else_keeps_nobody_
     path = Turn.path(config.kv_socket, config.worker_id)
     holder, next_one = Turn(path), Turn(path)
     assert holder.take()
+    came = asyncio.Event()
     if awaited:
         came = next_one.wait()
         await asyncio.to_thread(until_it_is, lambda: Turn.is_awaited(path))
@@ -113,6 +157,9 @@ async def test_a_start_that_failed_stays_for_who_asks_why_and_else_keeps_nobody_
     assert await asyncio.to_thread(over.wait, 20)
     assert stayed == ([actor.LAST_WORDS_S] if stays else [])
     holder.give_back()
+    if awaited:
+        await asyncio.wait_for(came.wait(), 60)
+    next_one.give_back()
 
 
 def until_it_is(condition: Callable[[], bool]) -> None:
@@ -120,6 +167,26 @@ def until_it_is(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < ends
         time.sleep(0.01)
+
+
+def test_a_turn_that_comes_behind_the_end_of_the_loop_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+    holder, mine = Turn(tmp_path / "w.turn"), Turn(tmp_path / "w.turn")
+    assert holder.take()
+    before = set(threading.enumerate())
+
+    async def waits() -> None:
+        mine.wait()
+
+    asyncio.run(waits())
+    (waiting,) = set(threading.enumerate()) - before
+    holder.give_back()
+    waiting.join(60)
+    assert not waiting.is_alive() and not broken
+    mine.give_back()
 
 
 def test_workers_of_one_node_have_turns_of_their_own(tmp_path: Path) -> None:
