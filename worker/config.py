@@ -18,7 +18,11 @@ RETENTIONS = ("all", "checkpoints", "none")
 ADMISSIONS = ("worst_case", "recompute")
 FP8_BLOCK, BF16 = "fp8_block", "bf16"
 WEIGHTS = ("", BF16, FP8_BLOCK)
-CHUNK_TOKENS, CAPTURED_CHUNK_TOKENS = 256, 1024  # of a step's prompts, where nothing is asked for
+CHUNK_TOKENS = 256  # of a step's prompts, where nothing is asked for
+CAPTURED_CHUNK_TOKENS = 1024
+"""The same where decode steps are captured, and the most that is computed beside them, a few layers a step: so many
+that products are near the GPU's speed and a long history is seldom gathered, so few that one layer of them is a small
+part of a step."""
 DEFAULT_PRESET = "tq4"  # of mode turboquant, where none is named
 
 GPU = "cuda:"

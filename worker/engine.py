@@ -35,7 +35,7 @@ from protos.errors import (
 )
 from protos.page_hash import PAGE_TOKENS
 from worker.adoption import plan_adoption
-from worker.config import WorkerConfig
+from worker.config import CAPTURED_CHUNK_TOKENS, WorkerConfig
 from worker.decode_rows import CHECKED_ROWS
 from worker.ended import Ended
 from worker.gpu_kernels import naming_kernels
@@ -71,9 +71,6 @@ log = structlog.get_logger("engine")
 IDLE_REPORT_S = 1.0
 GROWTH_TOKENS = 256
 """In admission "recompute" a sequence is promised this much more than it has, again and again."""
-CHUNK_BY_LAYERS = 1024
-"""Prompt tokens that are computed together beside decode rows, a few layers a step: so many that products are near the
-GPU's speed and a long history is seldom gathered, so few that one layer of them is a small part of a step."""
 WARM_UP = "warm-up"  # id of the first sequence of all
 
 
@@ -486,7 +483,7 @@ class Engine:
             in_chunk = {w.sequence for w in self._chunk.work}
             running = [s for s in decoding if s not in in_chunk]
         elif decoding and self._by_layers:
-            budget = min(budget, CHUNK_BY_LAYERS)
+            budget = min(budget, CAPTURED_CHUNK_TOKENS)
         work = schedule(
             running,
             prefill_budget=budget,

@@ -230,10 +230,12 @@ class ModelRunner:
         """One step out of a captured one and the ``rest``."""
         assert self._decode is not None
         tokens = self._decode.tokens(number, captured)
+        drawn: dict[Seq, Drawn] = {}
         for w, token in zip(captured, tokens, strict=True):
             if token < 0 and not w.sequence.finished:
                 raise InternalError("a row ended on the device, and its sequence goes on", given=f"position {w.start}")
-        drawn = {w.sequence: self._drawn(w, token) for w, token in zip(captured, tokens, strict=True) if w.wants_logits}
+            if w.wants_logits:
+                drawn[w.sequence] = self._drawn(w, token)
         rows = iter(rest.workspace_rows)
         taken = {w.sequence for w in captured}
         places = tuple(-1 if w.sequence in taken else next(rows) for w in work)

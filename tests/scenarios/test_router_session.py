@@ -675,6 +675,29 @@ async def test_a_goodbye_between_a_clients_look_and_its_call_is_no_failure(
         assert [line["door"] for line in log if line["event"] == "request"] == ["grpc"]
 
 
+@pytest.mark.parametrize("flavour", [AsyncTailpack, Tailpack])
+async def test_a_client_that_is_closed_between_a_goodbye_and_a_call_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flavour: type[AsyncTailpack] | type[Tailpack]
+) -> None:
+    async with cluster(folder, Script([5, EOS])) as it:
+        client: Any = it.client if flavour is AsyncTailpack else Tailpack(it.address, retry=ONCE)
+
+        def looks_just_before(self: client_session.Calls) -> bool:
+            self.take(router_pb2.SessionResponse(goodbye=True))
+            client._closed = True
+            return True
+
+        monkeypatch.setattr(client_session.Calls, "has_room", property(looks_just_before))
+        with pytest.raises(errors.RequestCancelled, match="the client was closed"):
+            if flavour is Tailpack:
+                await asyncio.to_thread(client.complete, "x")
+            else:
+                await answer(client, "x")
+        client._closed = False
+        if flavour is Tailpack:
+            await asyncio.to_thread(client.close)
+
+
 async def test_sessions_above_the_limit_are_refused_and_their_callers_have_streams_of_their_own(folder: Path) -> None:
     async with cluster(folder, Script([5, EOS]), max_sessions=1) as it, wire(it) as one:
         async with rpc.channel(it.address) as channel:

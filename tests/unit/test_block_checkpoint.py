@@ -30,7 +30,7 @@ from worker.memory_budget import planned
 from worker.memory_plan import ACTIVATIONS, FROM_FP8, GRAPH_POOLS, IN_BLOCKS, WEIGHTS
 from worker.models.block_weight import BlockWeight
 from worker.models.llama import Llama
-from worker.quantization import StoredBlocks
+from worker.quantization import StoredBlocks, stored_blocks
 from worker.switches import switches
 from worker.weights import Model, Plan, load_model, planned_uses
 from worker.weights_form import WeightsForm
@@ -172,6 +172,12 @@ def test_layers_that_the_checkpoint_keeps_are_left_alone(
     first, second = network.layers
     assert isinstance(second.down, BlockWeight) and isinstance(second.gate_up, BlockWeight)
     assert torch.equal(first.down, plain.layers[0].down) and torch.equal(second.qkv, plain.layers[1].qkv)  # type: ignore[arg-type]
+
+
+def test_null_is_as_if_it_were_not_there() -> None:
+    asked = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    nulls = dict.fromkeys(("fmt", "activation_scheme", "scale_fmt", "dequantize", "modules_to_not_convert"))
+    assert stored_blocks({"quantization_config": {**asked, **nulls}}) == StoredBlocks()
 
 
 def test_names_of_modules_that_are_kept() -> None:

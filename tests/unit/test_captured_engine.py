@@ -180,6 +180,17 @@ def test_a_stop_that_a_known_token_stands_in_place_of_ends_nothing(
     assert told(emitted, drawn) == free[: free.index(drawn) + 1 if drawn in free else None]
 
 
+def test_the_models_end_of_text_is_among_what_the_device_knows(captured: Callable[..., Harness]) -> None:
+    harness = captured()
+    rows = rows_of(harness)
+    rows._eos_token_ids = (7,)
+    harness.engine.submit(request("r", prompt(1, 20), 12, stop_token_ids=list(range(20, 40)), ignore_eos=False))
+    harness.engine.submit(request("s", prompt(2, 20), 12, stop_token_ids=[30], ignore_eos=True))
+    harness.step(4)
+    stops = {each.request.request_id: rows._rows[row].stops for each, row in rows._row_of.items()}
+    assert stops == {"r": (7, *range(20, 20 + STOPS - 1)), "s": (30,)}
+
+
 def test_a_stop_within_a_prompt_ends_nothing(captured: Callable[..., Harness]) -> None:
     """Which captured rows compute token by token, each drawing the next."""
     (drawn,) = captured().run(request("r", [9], 1))["r"]
